@@ -1,0 +1,37 @@
+"""What a user can do wrong, as exceptions. Programmers' mistakes are `assert`s and never reach these classes."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MoeloraError(ValueError):
+    """Something the user gave cannot be used; the message names it, its value and the valid choices."""
+
+
+class AdapterError(MoeloraError):
+    """An adapter was refused: its files, its configuration, or its fit to the base model."""
+
+
+class CheckpointError(MoeloraError):
+    """A base checkpoint was refused: a missing shard or tensor, an unreadable file, an unknown architecture."""
+
+
+class ConfigError(MoeloraError):
+    """An option or a combination of options cannot be honoured."""
+
+
+class InputError(MoeloraError):
+    """An input file as a whole cannot be read. A single bad row is a `RequestError` instead."""
+
+
+class RequestError(MoeloraError):
+    """One request or row cannot be scored; the others go on."""
+
+
+def choose_from(what: str, given: str, valid: Iterable[str]) -> str:
+    """Returns the sentence "unknown WHAT 'GIVEN'; did you mean …? Valid: …", for an error message."""
+    names = sorted(valid)
+    close = get_close_matches(given, names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
+    return f"unknown {what} {given!r}.{hint} Valid: {shown or '(none)'}"

@@ -1,0 +1,1 @@
+"""How a packed batch is run: the runner contract, and one file per way of running."""

@@ -1,0 +1,1 @@
+"""Triton and CSGMV backends for moelora: one folder per op under `ops/`."""
