@@ -27,7 +27,7 @@ _PUBLIC = {
     "RequestError": "moelora.errors",
 }
 
-__all__ = sorted([*_PUBLIC, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_PUBLIC, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -147,8 +147,8 @@ def admit(
 ) -> Admission:
     """Decides whether a batch replays a graph: the one place where this is decided.
 
-    `mode` is FULL, BREAKABLE or OFF; `blocked` is a reason that holds for the whole run (device, architecture, backend).
-    `buckets` ascend. The order of the checks is the order of the reasons that are reported.
+    `mode` is FULL, BREAKABLE or OFF; `blocked` is a reason that holds for the whole run (device, architecture,
+    backend). `buckets` ascend. The order of the checks is the order of the reasons that are reported.
     """
     assert mode is not GraphMode.AUTO, "auto is resolved to a mode per bucket before admission"
 

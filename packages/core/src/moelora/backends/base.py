@@ -63,9 +63,9 @@ class DenseSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSlots:
-    """The bank of one experts parameter. a_LERI `[L, E or 1, R, in]`, b_LEOR `[L, E or 1, out, R]`, ranks_L int32 `[L]`.
+    """The bank of one experts parameter.
 
-    A dimension of 1 in place of E is shared by all experts.
+    a_LERI `[L, E or 1, R, in]`, b_LEOR `[L, E or 1, out, R]`, ranks_L int32 `[L]` as in `DenseSlots`. A dimension of 1 in place of E is shared by all experts.
     """
 
     a_LERI: torch.Tensor
@@ -171,7 +171,7 @@ class Backend(ABC):
         slots: Sequence[DenseSlots | None],
         meta: LoraMetadata,
     ) -> None:
-        """`linear` for several projections of one input; None leaves that output alone. May be faster than one by one."""
+        """`linear` for several projections of one input; None leaves that output alone."""
         for out_TO, one in zip(outs_TO, slots, strict=True):
             if one is not None:
                 self.linear(x_TI, out_TO, one, meta)
@@ -193,6 +193,6 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """The routed experts with LoRA: Σ_k w_k · (W₂h + B₂A₂h), h = act(W₁x + B₁A₁x), summed over K in fp32.
 
-        x_TH `[T, H]`, expert_ids_TK int64 or int32 `[T, K]`, weights_TK `[T, K]` in any float dtype. Returns `[T, H]` in
-        x's dtype. An id outside `[0, E)` marks a pair that no expert computes; it contributes nothing.
+        x_TH `[T, H]`, expert_ids_TK int64 or int32 `[T, K]`, weights_TK `[T, K]` in any float dtype. Returns `[T, H]`
+        in x's dtype. An id outside `[0, E)` marks a pair that no expert computes; it contributes nothing.
         """
