@@ -32,6 +32,8 @@ from moelora.types import GraphMode, PackedBatch, Phase
 if TYPE_CHECKING:
     import torch
 
+    from moelora.models.context import Segments
+
 
 class PhaseError(MoeloraError):
     """Buffers of one phase were handed to the other, or used before they were made."""
@@ -65,7 +67,8 @@ class DenseSlots:
 class ExpertSlots:
     """The bank of one experts parameter.
 
-    a_LERI `[L, E or 1, R, in]`, b_LEOR `[L, E or 1, out, R]`, ranks_L int32 `[L]` as in `DenseSlots`. A dimension of 1 in place of E is shared by all experts.
+    a_LERI `[L, E or 1, R, in]`, b_LEOR `[L, E or 1, out, R]`, ranks_L int32 `[L]` as in `DenseSlots`.
+    A dimension of 1 in place of E is shared by all experts.
     """
 
     a_LERI: torch.Tensor
@@ -161,7 +164,8 @@ class Backend(ABC):
     def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         """Adds B A x to `out_TO` in place, each row with its own slot; base rows are left as they are.
 
-        x_TI `[T, in]`, out_TO `[T, out]`, both in the model's dtype, rows contiguous. The product accumulates in fp32.
+        x_TI `[T, in]`, out_TO `[T, out]`, rows contiguous, in the model's dtype or (routers) both in fp32 beside
+        factors of another dtype. The product accumulates in fp32.
         """
 
     def fused_linear(
@@ -179,6 +183,26 @@ class Backend(ABC):
     @abstractmethod
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         """Adds B A[:, id] to `out_TH` in place. ids_T: int64 `[T]`."""
+
+    def attention(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention within each segment; arguments and result as `models.attention.reference_attention`."""
+        from moelora.models.attention import reference_attention
+
+        return reference_attention(
+            q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
+        )
 
     @abstractmethod
     def experts(

@@ -1,0 +1,64 @@
+"""Which sequences go together: rounds of adapters that fit the slots, batches that fit the budget of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from moelora.batching.sequences import Sequence
+from moelora.types import BASE_ADAPTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What a batch may hold: tokens, sequences, distinct adapters (the base apart)."""
+
+    max_tokens: int
+    max_sequences: int
+    max_adapters: int
+
+
+def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> Iterator[list[Sequence]]:
+    """Orders `sequences` into batches so that no adapter is needed in two rounds.
+
+    Rounds begin with the adapters that are `resident`, then follow first appearance; the base joins the first round. A
+    sequence longer than the token budget forms a batch of its own.
+    """
+    for round_adapters in _rounds(sequences, limits, resident):
+        batch: list[Sequence] = []
+        tokens = 0
+        for sequence in sequences:
+            if sequence.adapter not in round_adapters:
+                continue
+            full = tokens + sequence.num_tokens > limits.max_tokens or len(batch) >= limits.max_sequences
+            if batch and full:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(sequence)
+            tokens += sequence.num_tokens
+        if batch:
+            yield batch
+
+
+def _rounds(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> list[set[str]]:
+    wanted = dict.fromkeys(s.adapter for s in sequences)
+    here = [name for name in resident if name in wanted]
+    named = [name for name in dict.fromkeys([*here, *wanted]) if name != BASE_ADAPTER]
+    size = max(limits.max_adapters, 1)
+    rounds = [set(named[i : i + size]) for i in range(0, len(named), size)] or [set()]
+    if BASE_ADAPTER in wanted:
+        rounds[0].add(BASE_ADAPTER)
+    return rounds
+
+
+def assign_slots(needed: Seq[str], residents: Seq[str | None]) -> dict[str, int]:
+    """A slot for every needed adapter: its own where it is resident, else an empty one, else one not needed now."""
+    slot_of = {name: residents.index(name) for name in needed if name in residents}
+    taken = set(slot_of.values())
+    free = [i for i, name in enumerate(residents) if i not in taken]
+    free.sort(key=lambda i: residents[i] is not None)
+    for name in needed:
+        if name not in slot_of:
+            slot_of[name] = free.pop(0)
+    return slot_of

@@ -1,0 +1,424 @@
+"""`PrefillEngine`: the one place where the rooms meet. Loads base and adapters once, then scores batch by batch."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelora.adapters.bank import AdapterBank, BankLayout
+from moelora.adapters.base import Adapter, Catalogue
+from moelora.adapters.loader import load_adapter
+from moelora.backends import get_backend
+from moelora.backends.base import Backend, MoeShape
+from moelora.batching.packing import pack
+from moelora.batching.planner import BatchLimits, assign_slots, plan
+from moelora.batching.sequences import Sequence as Tokens
+from moelora.capacity import EagerReason, PrefillCapacity
+from moelora.errors import AdapterError, ConfigError, RequestError, choose_from
+from moelora.graphs.base import GraphRunner
+from moelora.graphs.eager import EagerRunner
+from moelora.models.base_model import BaseModel, load_base
+from moelora.models.catalogue import build_catalogue
+from moelora.models.experts import is_experts_module, up_parameter
+from moelora.models.lora import install_lora
+from moelora.scoring.head import RowScores, ScoringHead
+from moelora.scoring.results import ResultBuilder
+from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result, RunMode
+
+# Requests that are planned together: enough to group adapters, few enough to keep memory flat.
+_WINDOW_REQUESTS = 4096
+
+_DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
+_MAX_DEFAULT_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How to run. None means: derived from the device, the model and the adapters.
+
+    backend: auto, or a name of `moelora.backends.backend_names()`. device: auto, cpu, cuda, cuda:N. dtype: auto,
+    bfloat16, float16, float32; auto is the checkpoint's own on CUDA and float32 on the CPU. max_tokens, max_requests:
+    the budget of one batch. slots: adapters on the device at once. buckets: token counts to capture. load_format: auto
+    or dummy (random weights from the config alone, seeded by `seed`). score_chunk_rows: rows of logits held at once.
+    lora_b_layout: "rank_major" or "grouped_by_expert" where an adapter of fused experts does not say which it is.
+    """
+
+    backend: str = "auto"
+    graph: GraphMode = GraphMode.AUTO
+    device: str = "auto"
+    dtype: str = "auto"
+    max_tokens: int | None = None
+    max_requests: int | None = None
+    slots: int | None = None
+    buckets: tuple[int, ...] | None = None
+    load_format: str = "auto"
+    batch_invariant: bool = False
+    score_chunk_rows: int | None = None
+    lora_b_layout: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_requests", "slots", "score_chunk_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.load_format not in {"auto", "safetensors", "dummy"}:
+            raise ConfigError(choose_from("load format", self.load_format, ["auto", "safetensors", "dummy"]))
+
+
+class PrefillEngine:
+    """One base model, its adapters, and the means to score requests under any of them.
+
+    >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
+    >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
+
+    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        options: EngineOptions = EngineOptions(),
+        on_event: Callable[[str], None] | None = None,
+    ) -> None:
+        say = on_event or (lambda text: None)
+        self.options = options
+        self._device = resolve_device(options.device)
+        torch.manual_seed(options.seed)
+        say(f"loading base model {model}")
+        self._base = load_base(model, device=self._device, dtype=options.dtype, load_format=options.load_format)
+        self._catalogue = build_catalogue(self._base.causal_lm)
+        self._backend = _choose_backend(options, self._device)
+        self._adapters = self._load_adapters(adapters or {}, say)
+        self._capacity = self._plan_capacity()
+        self._prepare_backend()
+        self._bank = AdapterBank(
+            self._catalogue,
+            BankLayout.of(self._adapters.values()),
+            slots=max(self._capacity.slots, 1),
+            device=self._device,
+            dtype=self._base.dtype,
+        )
+        self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
+        self._head = ScoringHead(self._base, self._backend, chunk_rows=options.score_chunk_rows)
+        self._runner = self._make_runner()
+        self._passes: Counter[tuple[RunMode, int | None]] = Counter()
+        self._eager_reasons: Counter[EagerReason] = Counter()
+        self._tokens = 0
+        self._padded_tokens = 0
+        self._check_installed()
+        self._runner.capture()
+
+    # What the engine knows of itself.
+
+    @property
+    def model_config(self) -> Any:
+        """The transformers config of the base."""
+        return self._base.config
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids lie in [0, V)."""
+        return self._base.text_config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None if the config names no limit."""
+        return getattr(self._base.text_config, "max_position_embeddings", None)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Names that a request may use besides `__base__`."""
+        return list(self._adapters)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The targets of the base."""
+        return self._catalogue
+
+    def check(self, request: Request) -> str | None:
+        """Why a request cannot be scored, or None if it can."""
+        if request.adapter != BASE_ADAPTER and request.adapter not in self._adapters:
+            return choose_from("adapter", request.adapter, [*self._adapters, BASE_ADAPTER])
+        if not request.token_ids:
+            return "the prompt has no tokens"
+        empty = [i for i, choice in enumerate(request.choices) if not choice]
+        if empty:
+            return f"choice {empty[0]} has no tokens"
+        for token in [*request.token_ids, *(t for choice in request.choices for t in choice)]:
+            if not 0 <= token < self.vocab_size:
+                return f"token id {token} is outside the vocabulary [0, {self.vocab_size})"
+        # The last choice token is predicted but never read, yet counting it keeps the rule simple to state.
+        longest = len(request.token_ids) + max((len(c) for c in request.choices), default=0)
+        if self.max_positions is not None and longest > self.max_positions:
+            return f"{longest} tokens are more than the model's {self.max_positions} positions"
+        if not 0 <= request.top_k <= self.vocab_size:
+            return f"top_k {request.top_k} is outside [0, {self.vocab_size}]"
+        if not 0 <= request.score_from <= len(request.token_ids):
+            return f"score_from {request.score_from} is outside [0, {len(request.token_ids)}]"
+        return None
+
+    def score(self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
+        """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
+
+        `on_progress(done, total)` is called after every batch.
+        """
+        for i, request in enumerate(requests):
+            reason = self.check(request)
+            if reason:
+                raise RequestError(f"request {i}: {reason}")
+        results: dict[int, Result] = {}
+        for index, result in self.score_stream(requests):
+            results[index] = result
+            if on_progress is not None:
+                on_progress(len(results), len(requests))
+        return [results[i] for i in range(len(requests))]
+
+    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+        """Yields (index, result) as batches finish, in any order. A bad request yields a result with `error`."""
+        numbered = enumerate(requests)
+        while window := list(islice(numbered, _WINDOW_REQUESTS)):
+            builders: dict[int, ResultBuilder] = {}
+            for index, request in window:
+                reason = self.check(request)
+                if reason:
+                    yield index, Result(num_tokens=len(request.token_ids), error=reason)
+                else:
+                    builders[index] = ResultBuilder(index, request)
+            sequences = [s for builder in builders.values() for s in builder.sequences]
+            for batch in plan(sequences, self._limits(), self._bank.residents):
+                yield from self._score_batch(batch, builders)
+
+    def report(self) -> dict[str, Any]:
+        """Counts since construction, and what ran where. All values are JSON types."""
+        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        return {
+            "model": str(self._base.folder),
+            "architecture": self._base.architecture.model_type,
+            "packed": self._base.architecture.packs,
+            "packing_reason": self._base.architecture.reason,
+            "device": str(self._device),
+            "dtype": str(self._base.dtype).removeprefix("torch."),
+            "backend": self._backend.capabilities.name,
+            "graph": str(self.options.graph),
+            "passes": [
+                {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
+                for (mode, bucket), count in sorted(self._passes.items(), key=str)
+            ],
+            "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
+            "tokens": self._tokens,
+            "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
+            "adapters": len(self._adapters),
+            "adapter_loads": self._bank.loads,
+            "slots": self._capacity.slots,
+            "max_tokens": self._capacity.max_tokens,
+            "max_requests": self._capacity.max_requests,
+            "bytes_per_slot": self._bank.layout.bytes_per_slot(self._catalogue, self._base.dtype),
+            "peak_device_bytes": peak,
+            "score_chunk_rows": self._head.chunk_rows(),
+            "skipped_checkpoint_tensors": len(self._base.skipped),
+            "versions": _versions(),
+        }
+
+    # Construction.
+
+    def _load_adapters(self, paths: Mapping[str, str | Path], say: Callable[[str], None]) -> dict[str, Adapter]:
+        adapters = {}
+        for name, path in paths.items():
+            if name == BASE_ADAPTER or not name:
+                raise AdapterError(f"an adapter cannot be called {name!r}")
+            say(f"reading adapter {name} from {path}")
+            adapters[name] = load_adapter(
+                Path(path),
+                name=name,
+                catalogue=self._catalogue,
+                dtype=self._base.dtype,
+                base_weight=self._base_weight,
+                lora_b_layout=self.options.lora_b_layout,
+            )
+        return adapters
+
+    def _base_weight(self, name: str) -> torch.Tensor | None:
+        try:
+            return self._base.causal_lm.get_parameter(name).detach()
+        except AttributeError:
+            return None
+
+    def _plan_capacity(self) -> PrefillCapacity:
+        max_tokens = self.options.max_tokens or _DEFAULT_TOKENS[self._device.type]
+        max_requests = min(self.options.max_requests or max_tokens, max_tokens)
+        if not self._base.architecture.packs:
+            max_requests = 1
+        slots = min(self.options.slots or _MAX_DEFAULT_SLOTS, len(self._adapters))
+        max_rank = max((a.max_rank for a in self._adapters.values()), default=0)
+        limit = self._backend.capabilities.max_rank
+        if limit is not None and max_rank > limit:
+            raise ConfigError(
+                f"an adapter has rank {max_rank}; backend {self._backend.capabilities.name} goes up to {limit}"
+            )
+        return PrefillCapacity(
+            max_tokens=max_tokens,
+            max_requests=max_requests,
+            full_max_requests=min(max_requests, max(max_tokens // 128, 1)),
+            slots=slots,
+            max_rank=max_rank,
+        )
+
+    def _prepare_backend(self) -> None:
+        self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
+        shapes = _moe_shapes(self._base, self._adapters.values())
+        if shapes:
+            self._backend.init_moe_buffers(Phase.PREFILL, self._capacity, self._device, self._base.dtype, shapes)
+
+    def _make_runner(self) -> GraphRunner:
+        if self.options.graph is GraphMode.OFF:
+            reason = EagerReason.GRAPH_OFF
+        elif self._device.type != "cuda":
+            reason = EagerReason.NO_GRAPH_DEVICE
+        elif not self._base.architecture.packs:
+            reason = EagerReason.PACKING_NOT_SUPPORTED
+        else:
+            reason = EagerReason.BACKEND_NOT_CAPTURABLE
+        return EagerRunner(self._base, self._backend, Phase.PREFILL, reason)
+
+    def _check_installed(self) -> None:
+        """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
+        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), rows=(), top_k=0)
+        with torch.inference_mode():
+            hidden_TH = self._runner.run(pack([probe], {}, self._device)).hidden_TH
+            self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
+        self._installed.check_all_called()
+
+    # Scoring.
+
+    def _limits(self) -> BatchLimits:
+        return BatchLimits(
+            max_tokens=self._capacity.max_tokens,
+            max_sequences=self._capacity.max_requests,
+            max_adapters=self._bank.num_slots,
+        )
+
+    @torch.inference_mode()
+    def _score_batch(self, sequences: list[Tokens], builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
+        slot_of = self._make_resident(sequences)
+        batch = pack(sequences, slot_of, self._device)
+        output = self._runner.run(batch)
+        self._passes[output.mode, output.admission.bucket] += 1
+        if output.admission.reason is not None:
+            self._eager_reasons[output.admission.reason] += 1
+        self._tokens += batch.num_tokens
+        if output.admission.bucket is not None:
+            self._padded_tokens += output.admission.bucket - batch.num_tokens
+        scores = self._score_rows(sequences, batch.slots, output.hidden_TH)
+        finished = []
+        first = 0
+        for sequence in sequences:
+            result = builders[sequence.request].add(sequence, scores, first, output.mode)
+            first += len(sequence.rows)
+            if result is not None:
+                finished.append((sequence.request, result))
+        return finished
+
+    def _make_resident(self, sequences: list[Tokens]) -> dict[str, int]:
+        needed = list(dict.fromkeys(s.adapter for s in sequences if s.adapter != BASE_ADAPTER))
+        slot_of = assign_slots(needed, self._bank.residents)
+        for name, slot in slot_of.items():
+            if self._bank.residents[slot] != name:
+                self._bank.load(slot, self._adapters[name])
+        return slot_of
+
+    def _score_rows(self, sequences: list[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
+        positions, targets, row_slots = [], [], []
+        begin = 0
+        for sequence, slot in zip(sequences, slots, strict=True):
+            positions += [begin + row.position for row in sequence.rows]
+            targets += [row.target for row in sequence.rows]
+            row_slots += [slot] * len(sequence.rows)
+            begin += sequence.num_tokens
+        rows_N = torch.tensor(positions, dtype=torch.int64).to(hidden_TH.device, non_blocking=True)
+        return self._head.score(
+            hidden_TH.index_select(0, rows_N),
+            torch.tensor(targets, dtype=torch.int64),
+            torch.tensor(row_slots, dtype=torch.int32),
+            top_k=max(s.top_k for s in sequences),
+        )
+
+
+def resolve_device(device: str) -> torch.device:
+    """The torch device for "auto", "cpu", "cuda" or "cuda:N". Raises `ConfigError` for one that is not here."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(choose_from("device", device, ["auto", "cpu", "cuda", "cuda:0"])) from None
+    if resolved.type not in _DEFAULT_TOKENS:
+        raise ConfigError(choose_from("device", device, ["auto", "cpu", "cuda", "cuda:0"]))
+    if resolved.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise ConfigError(f"device {device!r}: this machine has no usable CUDA device; valid: cpu")
+        if (resolved.index or 0) >= count:
+            raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
+    return resolved
+
+
+def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
+    # Off CUDA the Triton backends would run in their interpreter, which is for tests.
+    name = options.backend if options.backend != "auto" else "torch"
+    backend = get_backend(name)
+    if device.type not in backend.capabilities.device_types:
+        raise ConfigError(
+            f"backend {name!r} does not run on {device.type}; it runs on "
+            f"{', '.join(sorted(backend.capabilities.device_types))}. Valid on {device.type}: torch"
+        )
+    return backend
+
+
+def _moe_shapes(base: BaseModel, adapters: Iterable[Adapter]) -> list[MoeShape]:
+    """The distinct widths of the model's experts layers."""
+    ranks: Counter[str] = Counter()
+    for adapter in adapters:
+        for name, factors in adapter.factors.items():
+            ranks[name] = max(ranks[name], factors.rank)
+    config = base.text_config
+    top_k = next(
+        (getattr(config, n) for n in ("num_experts_per_tok", "moe_k", "top_k_experts") if hasattr(config, n)), 1
+    )
+    shapes = set()
+    for name, module in base.causal_lm.named_modules():
+        if is_experts_module(module):
+            up, down = getattr(module, up_parameter(module)), module.down_proj
+            out_dim, in_dim = (2, 1) if module.is_transposed else (1, 2)
+            shapes.add(
+                MoeShape(
+                    num_experts=up.shape[0],
+                    top_k=top_k,
+                    hidden=up.shape[in_dim],
+                    up_out=up.shape[out_dim],
+                    inter=down.shape[in_dim],
+                    max_rank_up=ranks[f"{name}.{up_parameter(module)}"],
+                    max_rank_down=ranks[f"{name}.down_proj"],
+                )
+            )
+    return sorted(shapes, key=str)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,204 @@
+"""Loading the base model through transformers, with moelora's functions plugged in, or refusing with the reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moelora.errors import CheckpointError, ConfigError, choose_from
+from moelora.models.architecture import Architecture, describe_architecture
+from moelora.models.attention import MASKED, PACKED, register_attention
+from moelora.models.checkpoint import INDEX, check_checkpoint, find_model_folder
+from moelora.models.experts import EXPERTS, register_experts
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A loaded base model. `skipped`: checkpoint tensors that no scoring needs (multi-token-prediction layers)."""
+
+    folder: Path
+    config: Any
+    causal_lm: torch.nn.Module
+    architecture: Architecture
+    device: torch.device
+    dtype: torch.dtype
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def body(self) -> torch.nn.Module:
+        """Everything but the head: token ids to hidden states."""
+        return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the decoder, also for multimodal wrappers."""
+        return self.config.get_text_config()
+
+
+def load_base(model: str | Path, *, device: torch.device, dtype: str = "auto", load_format: str = "auto") -> BaseModel:
+    """Loads a checkpoint folder or a cached repository; `load_format="dummy"` needs a config alone.
+
+    dtype "auto" is the checkpoint's own on an accelerator and float32 on the CPU, where it is both faster and closer to
+    the truth. Raises `CheckpointError` or `ConfigError`; nothing is ever left at random values silently.
+    """
+    folder = find_model_folder(model)
+    config = read_config(folder)
+    architecture = describe_architecture(config.get_text_config())
+    torch_dtype = resolve_dtype(dtype, config, device)
+    model_class = _causal_class(config, folder)
+    register_attention()
+    register_experts()
+    plugged: dict[str, Any] = {"attn_implementation": MASKED if architecture.needs_mask else PACKED}
+    if not model_class._can_set_attn_implementation():
+        raise CheckpointError(f"{model_class.__name__} takes no attention function; moelora cannot run it")
+    if model_class._can_set_experts_implementation():
+        plugged["experts_implementation"] = EXPERTS
+    if load_format == "dummy":
+        causal_lm, skipped = _random_model(model_class, config, device, torch_dtype, plugged), ()
+    else:
+        causal_lm, skipped = _load_weights(model_class, folder, config, torch_dtype, plugged)
+    causal_lm = causal_lm.to(device).eval().requires_grad_(False)
+    return BaseModel(
+        folder=folder,
+        config=causal_lm.config,
+        causal_lm=causal_lm,
+        architecture=architecture,
+        device=device,
+        dtype=torch_dtype,
+        skipped=tuple(sorted(skipped)),
+    )
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a folder. Raises `CheckpointError` for what cannot be run as it is."""
+    from transformers import AutoConfig
+
+    path = folder / "config.json"
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no config.json; is this a model folder?")
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except Exception as error:
+        raise CheckpointError(f"{path} is not understood by transformers: {_first_line(error)}") from None
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise CheckpointError(
+            f"{folder} is quantised ({method}); moelora runs float16, bfloat16 and float32: dequantise it first"
+        )
+    return config
+
+
+def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype to run in; see `load_base` for "auto"."""
+    if dtype == "auto":
+        own = getattr(config.get_text_config(), "dtype", None) or torch.float32
+        return torch.float32 if device.type == "cpu" else own
+    if dtype not in DTYPES:
+        raise ConfigError(choose_from("dtype", dtype, [*DTYPES, "auto"]))
+    return DTYPES[dtype]
+
+
+def _causal_class(config: Any, folder: Path) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise CheckpointError(
+            f"{folder}: transformers has no causal language model for model_type {config.model_type!r}"
+        ) from None
+
+
+def _load_weights(
+    model_class: Any, folder: Path, config: Any, dtype: torch.dtype, plugged: dict[str, Any]
+) -> tuple[torch.nn.Module, set[str]]:
+    files = check_checkpoint(folder)
+    if files.has_index:
+        config.transformers_weights = INDEX  # else a stray model.safetensors beside the index would win
+    with _Quiet():
+        try:
+            causal_lm, info = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+                **plugged,
+            )
+        except Exception as error:
+            raise CheckpointError(f"{folder} could not be loaded: {_first_line(error)}") from error
+    if info["mismatched_keys"]:
+        name, given, wanted = sorted(info["mismatched_keys"])[0]
+        raise CheckpointError(f"{folder}: tensor {name} has shape {tuple(given)}, config.json asks for {tuple(wanted)}")
+    if info["missing_keys"]:
+        raise CheckpointError(f"{folder}: the checkpoint lacks {_some(info['missing_keys'])}")
+    layers = config.get_text_config().num_hidden_layers
+    skipped = {name for name in info["unexpected_keys"] if _is_extra_prediction(name, layers)}
+    unexpected = set(info["unexpected_keys"]) - skipped
+    if unexpected:
+        raise CheckpointError(f"{folder}: the checkpoint holds {_some(unexpected)}, which the model has no place for")
+    return causal_lm, skipped
+
+
+def _random_model(
+    model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, plugged: dict[str, Any]
+) -> torch.nn.Module:
+    """Random weights of the right shapes, made on the device itself."""
+    try:
+        with device, _Quiet():
+            return model_class._from_config(config, dtype=dtype, **plugged)
+    except Exception as error:
+        raise CheckpointError(f"no model can be made from this config: {_first_line(error)}") from error
+
+
+def _is_extra_prediction(name: str, layers: int) -> bool:
+    """True for multi-token-prediction tensors: `mtp.…`, or a decoder layer past the last one."""
+    if re.search(r"(^|\.)mtp\.", name):
+        return True
+    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
+    return layer is not None and int(layer[2]) >= layers
+
+
+def _some(names: Any) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return f"tensor{'s' if len(ordered) > 1 else ''} {', '.join(ordered[:_SHOWN])}{more}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+class _Quiet:
+    """Silences transformers' own load report and progress bar: what they would say is raised as an error here."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging as transformers_logging
+
+        self._level = transformers_logging.get_verbosity()
+        self._bar = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity(logging.CRITICAL)
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity(self._level)
+        if self._bar:
+            transformers_logging.enable_progress_bar()

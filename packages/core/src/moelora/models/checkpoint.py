@@ -1,0 +1,152 @@
+"""Which files make up a base checkpoint, and whether they are whole. Reads headers and indices, never weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from moelora.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# safetensors itself refuses headers beyond 100 MB.
+_MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """A whole checkpoint: its folder, its weight files, the names of its tensors, and whether an index names them."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    tensors: frozenset[str]
+    has_index: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(f.stat().st_size for f in self.files)
+
+
+def find_model_folder(model: str | Path) -> Path:
+    """A local folder as it is, or the snapshot of a repository id in the Hugging Face cache. Never downloads.
+
+    Raises `CheckpointError` saying what was looked for where.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"model {str(model)!r} is a file; give the folder that holds config.json")
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except HFValidationError:
+        raise CheckpointError(f"model folder {str(model)!r} does not exist") from None
+    except (LocalEntryNotFoundError, OSError):
+        raise CheckpointError(
+            f"model {str(model)!r} is neither a folder nor a repository in the Hugging Face cache at "
+            f"{constants.HF_HUB_CACHE}; download it first (`hf download {model}`)"
+        ) from None
+
+
+def check_checkpoint(folder: Path) -> CheckpointFiles:
+    """Checks that every tensor the index names lies where it says, once, in a file that is whole.
+
+    Raises `CheckpointError` naming the file or tensor: a missing or cut-off shard, a tensor absent from its shard, a
+    copy of a tensor that the index does not name.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE).exists():
+            raise CheckpointError(_no_weights(folder))
+        names = frozenset(read_header(folder / SINGLE))
+        return CheckpointFiles(folder=folder, files=(folder / SINGLE,), tensors=names, has_index=False)
+    return _check_sharded(folder, _read_index(index))
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.glob("pytorch_model*.bin"))
+    if pickles:
+        return f"{folder} holds only {pickles[0]}, a pickle, which may run code when opened; convert it to safetensors"
+    return f"{folder} holds neither {SINGLE} nor {INDEX}"
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
+        assert all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        raise CheckpointError(f"{index} is no safetensors index with a weight_map: {error!r}") from None
+    if not weight_map:
+        raise CheckpointError(f"{index} names no tensor")
+    outside = [f for f in weight_map.values() if Path(f).name != f]
+    if outside:
+        raise CheckpointError(f"{index} names the file {outside[0]!r}, which is not in its own folder")
+    return weight_map
+
+
+def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
+    shards = sorted(set(weight_map.values()))
+    absent = [s for s in shards if not (folder / s).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{folder / INDEX} names {len(shards)} shards, of which {len(absent)} are missing: {', '.join(absent[:5])}"
+        )
+    held = {shard: read_header(folder / shard) for shard in shards}
+    for name, shard in weight_map.items():
+        if name not in held[shard]:
+            raise CheckpointError(f"tensor {name} is not in {folder / shard}, where {INDEX} places it")
+    for shard, names in held.items():
+        for name in names:
+            if weight_map.get(name) != shard:
+                placed = weight_map.get(name)
+                where = f"the index places it in {placed}" if placed else "the index does not name it"
+                raise CheckpointError(f"unexpected copy of tensor {name} in {folder / shard}: {where}")
+    return CheckpointFiles(
+        folder=folder, files=tuple(folder / s for s in shards), tensors=frozenset(weight_map), has_index=True
+    )
+
+
+def read_header(path: Path) -> dict[str, dict]:
+    """The tensors of a safetensors file: name → dtype, shape, data_offsets. Checks that the file is whole.
+
+    Raises `CheckpointError` naming the file and the likely cause.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start.startswith(b"version ") or (size < 1024 and b"git-lfs" in start + file.read(200)):
+                raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull`")
+            if len(start) < 8:
+                raise CheckpointError(f"{path} has {size} bytes, too short for safetensors; is the download complete?")
+            (length,) = struct.unpack("<Q", start)
+            if length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(
+                    f"{path} says its header has {length} bytes, but the file has {size}; cut off, or not safetensors"
+                )
+            file.seek(8)
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} has no safetensors header: {error}") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} has no safetensors header")
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (KeyError, TypeError, IndexError, ValueError):
+        raise CheckpointError(f"{path} has a safetensors header without valid data_offsets") from None
+    if 8 + length + end != size:
+        what = "cut off" if 8 + length + end > size else "followed by bytes that do not belong to it"
+        raise CheckpointError(f"{path} should have {8 + length + end} bytes by its header but has {size}: it is {what}")
+    return tensors

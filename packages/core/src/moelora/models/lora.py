@@ -1,0 +1,193 @@
+"""LoRA on the modules of a loaded model: hooks on what some adapter of the run targets, nothing on the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from moelora.adapters.bank import AdapterBank
+from moelora.adapters.base import Catalogue, Target, TargetKind
+from moelora.backends.base import DenseSlots, ExpertSlots
+from moelora.errors import AdapterError
+from moelora.models.context import current_context
+from moelora.models.experts import attach_slots, is_experts_module, up_parameter
+
+
+class InstalledLora:
+    """What was installed, and which of it the model has really called: a target never called would drop an adapter."""
+
+    def __init__(self, targets: Sequence[str]) -> None:
+        self.targets = frozenset(targets)
+        self.called: set[str] = set()
+
+    def check_all_called(self) -> None:
+        """Raises `AdapterError` naming targets whose LoRA would have no effect in this architecture."""
+        dead = sorted(self.targets - self.called)
+        if dead:
+            raise AdapterError(
+                f"{len(dead)} adapted targets are never called by this model, so their factors would be dropped: "
+                f"{', '.join(dead[:5])}"
+            )
+
+
+def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank) -> InstalledLora:
+    """Wraps, in place, every module of `model` that the bank has factors or replacements for."""
+    installed = InstalledLora([*bank.slots, *bank.layout.replaced])
+    modules = dict(model.named_modules())
+    for name in sorted(bank.layout.replaced):
+        _install_replacement(modules[name], name, bank, installed)
+    experts: dict[str, dict[str, ExpertSlots]] = {}
+    for name, slots in bank.slots.items():
+        target = catalogue.targets[name]
+        if isinstance(slots, ExpertSlots):
+            owner, _, parameter = name.rpartition(".")
+            experts.setdefault(owner, {})[parameter] = slots
+        elif target.kind is TargetKind.EMBEDDING:
+            modules[name].register_forward_hook(_embedding_hook(target, slots, installed))
+        elif target.kind is TargetKind.ROUTER:
+            _install_router(modules[name], target, slots, installed)
+        else:
+            assert target.kind is TargetKind.LINEAR, f"{name} is of kind {target.kind}"
+            modules[name].register_forward_hook(_linear_hook(target, slots, installed))
+    for owner, by_parameter in experts.items():
+        _install_experts(modules[owner], owner, by_parameter, installed)
+    return installed
+
+
+def _rows(target: Target, tensor: torch.Tensor) -> torch.Tensor:
+    """Flattens `[1, T, …]` or `[T, …]` to `[T, width]` and checks that the module sees every row of the batch."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    expected = current_context().meta.token_slot_T.shape[0]
+    if rows.shape[0] != expected:
+        raise AdapterError(f"{target.name} sees {rows.shape[0]} rows of a batch of {expected}; it cannot be adapted")
+    return rows
+
+
+def _linear_hook(target: Target, slots: DenseSlots, installed: InstalledLora) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        context = current_context()
+        installed.called.add(target.name)
+        if context.meta.has_lora:
+            out_TO = output.view(-1, output.shape[-1])
+            context.backend.linear(_rows(target, inputs[0]), out_TO, slots, context.meta)
+
+    return hook
+
+
+def _embedding_hook(target: Target, slots: DenseSlots, installed: InstalledLora) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        context = current_context()
+        installed.called.add(target.name)
+        if not context.meta.has_lora:
+            return
+        out_TH = output.view(-1, output.shape[-1])
+        scale = getattr(module, "embed_scale", None)
+        if scale is None:
+            context.backend.embedding(inputs[0].reshape(-1), out_TH, slots, context.meta)
+            return
+        # The adapter changes the table, and the module scales what it looks up.
+        delta_TH = torch.zeros_like(out_TH)
+        context.backend.embedding(inputs[0].reshape(-1), delta_TH, slots, context.meta)
+        out_TH += delta_TH * scale
+
+    return hook
+
+
+class _RouterTap(TorchFunctionMode):
+    """Adds the delta to the one `F.linear` of a router's forward that uses a weight of the router's shape."""
+
+    def __init__(self, target: Target, slots: DenseSlots) -> None:
+        self._target = target
+        self._slots = slots
+        self.taps = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is functional.linear and tuple(args[1].shape) == self._target.shape:
+            self.taps += 1
+            context = current_context()
+            if context.meta.has_lora:
+                context.backend.linear(
+                    _rows(self._target, args[0]), out.view(-1, out.shape[-1]), self._slots, context.meta
+                )
+        return out
+
+
+def _install_router(module: torch.nn.Module, target: Target, slots: DenseSlots, installed: InstalledLora) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _RouterTap(target, slots) as tap:
+            out = original(*args, **kwargs)
+        assert tap.taps <= 1, f"{target.name} multiplies by its weight {tap.taps} times"
+        if tap.taps:
+            installed.called.add(target.name)
+        return out
+
+    module.forward = forward
+
+
+def _install_experts(
+    module: torch.nn.Module, owner: str, by_parameter: dict[str, ExpertSlots], installed: InstalledLora
+) -> None:
+    if not is_experts_module(module):
+        raise AdapterError(f"{owner} ({type(module).__name__}) is outside transformers' registry of experts functions")
+    names = [f"{owner}.{parameter}" for parameter in by_parameter]
+    attach_slots(
+        module,
+        up=by_parameter.get(up_parameter(module)),
+        down=by_parameter.get("down_proj"),
+        # Only the experts function itself can tell that it was reached.
+        reached=lambda: installed.called.update(names),
+    )
+
+
+def _install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, installed: InstalledLora) -> None:
+    """Runs the module once more with each replaced weight, on the rows of its slot alone."""
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        installed.called.add(name)
+        context = current_context()
+        out = original(*args, **kwargs)
+        if not context.meta.has_lora:
+            return out
+        for slot, weight in bank.replaced_slots(name):
+            rows = (context.meta.token_slot_T == slot).nonzero()[:, 0]
+            if rows.numel():
+                out = _assign(out, rows, _run_with(module, original, weight, _take(args[0], rows)))
+        return out
+
+    module.forward = forward
+
+
+def _run_with(module: torch.nn.Module, forward: Callable[..., Any], weight: torch.Tensor, x: torch.Tensor) -> Any:
+    parameter = module.get_parameter("weight")
+    own = parameter.data
+    parameter.data = weight
+    try:
+        return forward(x)
+    finally:
+        parameter.data = own
+
+
+def _row_dim(tensor: torch.Tensor, tokens: int) -> int:
+    return 1 if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == tokens else 0
+
+
+def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return x.index_select(_row_dim(x, current_context().meta.token_slot_T.shape[0]), rows)
+
+
+def _assign(out: Any, rows: torch.Tensor, part: Any) -> Any:
+    """Puts `part` into `rows` of `out`, through the tuples that routers return."""
+    if isinstance(out, torch.Tensor):
+        return out.index_copy_(_row_dim(out, current_context().meta.token_slot_T.shape[0]), rows, part)
+    if isinstance(out, tuple):
+        return tuple(_assign(o, rows, p) for o, p in zip(out, part, strict=True))
+    assert out is None, f"a replaced module returned {type(out).__name__}"
+    return None

@@ -1,0 +1,75 @@
+"""From scored rows back to requests: sums, choices, the first new token, and what is wrong with a row's numbers."""
+
+from __future__ import annotations
+
+import math
+
+from moelora.batching.sequences import NO_TARGET, PROMPT, Sequence, expand
+from moelora.scoring.head import RowScores
+from moelora.types import ChoiceScore, Request, Result, RunMode, TokenScore
+
+
+class ResultBuilder:
+    """Collects the scored sequences of one request until all are there."""
+
+    def __init__(self, index: int, request: Request) -> None:
+        self.request = request
+        self.sequences = expand(index, request)
+        self._missing = len(self.sequences)
+        self._logprobs: list[float | None] = [None] if request.score_from == 0 else []
+        self._greedy = True
+        self._next: TokenScore | None = None
+        self._top: list[TokenScore] = []
+        self._choices: list[tuple[list[float], bool]] = [([], True) for _ in request.choices]
+        self._mode = RunMode.EAGER
+
+    def add(self, sequence: Sequence, scores: RowScores, first: int, mode: RunMode) -> Result | None:
+        """Takes in the scores of one sequence, whose rows begin at `first`. Returns the result once complete."""
+        self._mode = mode
+        for n, row in enumerate(sequence.rows, start=first):
+            if row.target == NO_TARGET:
+                self._next = TokenScore(int(scores.best_id_N[n]), float(scores.best_logprob_N[n]))
+                ids, logprobs = scores.top_ids_NK[n].tolist(), scores.top_logprobs_NK[n].tolist()
+                self._top = [TokenScore(i, p) for i, p in zip(ids, logprobs)][: sequence.top_k]
+                continue
+            logprob, greedy = float(scores.target_logprob_N[n]), bool(scores.is_greedy_N[n])
+            if row.choice == PROMPT:
+                self._logprobs.append(logprob)
+                self._greedy &= greedy
+            else:
+                values, all_greedy = self._choices[row.choice]
+                values.append(logprob)
+                self._choices[row.choice] = (values, all_greedy and greedy)
+        self._missing -= 1
+        return self._finish() if self._missing == 0 else None
+
+    def _finish(self) -> Result:
+        choices = [
+            ChoiceScore(token_ids=tuple(ids), logprob=math.fsum(values), num_tokens=len(values), is_greedy=greedy)
+            for ids, (values, greedy) in zip(self.request.choices, self._choices, strict=True)
+        ]
+        return Result(
+            num_tokens=len(self.request.token_ids),
+            logprob_sum=math.fsum(p for p in self._logprobs if p is not None),
+            token_logprobs=self._logprobs,
+            is_greedy=self._greedy,
+            next_token=self._next,
+            top_logprobs=self._top,
+            choices=choices,
+            mode=self._mode,
+            error=self._not_finite(choices),
+        )
+
+    def _not_finite(self, choices: list[ChoiceScore]) -> str | None:
+        """The first score that is no finite number, in words."""
+        for i, value in enumerate(self._logprobs, start=self.request.score_from):
+            if value is not None and not math.isfinite(value):
+                return f"the log-probability of token {i} is {value}"
+        for i, choice in enumerate(choices):
+            if not math.isfinite(choice.logprob):
+                return f"the log-probability of choice {i} is {choice.logprob}"
+        scores = [self._next, *self._top] if self._next is not None else self._top
+        for score in scores:
+            if not math.isfinite(score.logprob):
+                return f"the log-probability of next token {score.token_id} is {score.logprob}"
+        return None
