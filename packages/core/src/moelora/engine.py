@@ -19,7 +19,7 @@ from moelora.adapters.loader import load_adapter
 from moelora.backends import get_backend
 from moelora.backends.base import Backend, MoeShape
 from moelora.batching.packing import pack
-from moelora.batching.planner import BatchLimits, assign_slots, plan
+from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.capacity import EagerReason, PrefillCapacity
 from moelora.errors import AdapterError, ConfigError, RequestError, choose_from
@@ -309,8 +309,9 @@ class PrefillEngine:
         )
 
     @torch.inference_mode()
-    def _score_batch(self, sequences: list[Tokens], builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
-        slot_of = self._make_resident(sequences)
+    def _score_batch(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
+        sequences = planned.sequences
+        slot_of = self._make_resident(planned)
         batch = pack(sequences, slot_of, self._device)
         output = self._runner.run(batch)
         self._passes[output.mode, output.admission.bucket] += 1
@@ -329,15 +330,16 @@ class PrefillEngine:
                 finished.append((sequence.request, result))
         return finished
 
-    def _make_resident(self, sequences: list[Tokens]) -> dict[str, int]:
-        needed = list(dict.fromkeys(s.adapter for s in sequences if s.adapter != BASE_ADAPTER))
-        slot_of = assign_slots(needed, self._bank.residents)
+    def _make_resident(self, planned: PlannedBatch) -> dict[str, int]:
+        """Loads what the batch needs; the slots of the whole round are chosen together, so that none is taken twice."""
+        needed = {s.adapter for s in planned.sequences}
+        slot_of = assign_slots(planned.adapters, self._bank.residents)
         for name, slot in slot_of.items():
-            if self._bank.residents[slot] != name:
+            if name in needed and self._bank.residents[slot] != name:
                 self._bank.load(slot, self._adapters[name])
         return slot_of
 
-    def _score_rows(self, sequences: list[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
+    def _score_rows(self, sequences: Sequence[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
         positions, targets, row_slots = [], [], []
         begin = 0
         for sequence, slot in zip(sequences, slots, strict=True):

@@ -19,13 +19,22 @@ class BatchLimits:
     max_adapters: int
 
 
-def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> Iterator[list[Sequence]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch:
+    """Sequences that run together. `adapters`: those of the whole round, which must stay resident until it ends."""
+
+    sequences: tuple[Sequence, ...]
+    adapters: tuple[str, ...]
+
+
+def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> Iterator[PlannedBatch]:
     """Orders `sequences` into batches so that no adapter is needed in two rounds.
 
     Rounds begin with the adapters that are `resident`, then follow first appearance; the base joins the first round. A
     sequence longer than the token budget forms a batch of its own.
     """
     for round_adapters in _rounds(sequences, limits, resident):
+        named = tuple(name for name in round_adapters if name != BASE_ADAPTER)
         batch: list[Sequence] = []
         tokens = 0
         for sequence in sequences:
@@ -33,27 +42,27 @@ def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str |
                 continue
             full = tokens + sequence.num_tokens > limits.max_tokens or len(batch) >= limits.max_sequences
             if batch and full:
-                yield batch
+                yield PlannedBatch(sequences=tuple(batch), adapters=named)
                 batch, tokens = [], 0
             batch.append(sequence)
             tokens += sequence.num_tokens
         if batch:
-            yield batch
+            yield PlannedBatch(sequences=tuple(batch), adapters=named)
 
 
-def _rounds(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> list[set[str]]:
+def _rounds(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> list[dict[str, None]]:
     wanted = dict.fromkeys(s.adapter for s in sequences)
     here = [name for name in resident if name in wanted]
     named = [name for name in dict.fromkeys([*here, *wanted]) if name != BASE_ADAPTER]
     size = max(limits.max_adapters, 1)
-    rounds = [set(named[i : i + size]) for i in range(0, len(named), size)] or [set()]
+    rounds = [dict.fromkeys(named[i : i + size]) for i in range(0, len(named), size)] or [{}]
     if BASE_ADAPTER in wanted:
-        rounds[0].add(BASE_ADAPTER)
+        rounds[0][BASE_ADAPTER] = None
     return rounds
 
 
 def assign_slots(needed: Seq[str], residents: Seq[str | None]) -> dict[str, int]:
-    """A slot for every needed adapter: its own where it is resident, else an empty one, else one not needed now."""
+    """A slot for every adapter of a round: its own where it is resident, else an empty one, else one not needed now."""
     slot_of = {name: residents.index(name) for name in needed if name in residents}
     taken = set(slot_of.values())
     free = [i for i, name in enumerate(residents) if i not in taken]
