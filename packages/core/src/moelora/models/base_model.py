@@ -136,6 +136,7 @@ def _load_weights(
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported by name, below
                 local_files_only=True,
                 use_safetensors=True,
                 **plugged,
