@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import reference_logprobs, save_model
 
 from moelora.errors import CheckpointError, ConfigError
 from moelora.models.base_model import load_base
 from moelora.models.checkpoint import INDEX, SINGLE, check_checkpoint, find_model_folder
+from tiny_models import reference_logprobs, save_model
 
 CPU = torch.device("cpu")
 PROMPT = [3, 1, 4, 1, 5]
@@ -101,7 +101,7 @@ def test_a_tensor_missing_from_shard_and_index_is_named(sharded):
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"][name]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="lacks .*q_proj"):
+    with pytest.raises(CheckpointError, match=r"lacks .*q_proj"):
         load(folder)
 
 
@@ -165,7 +165,7 @@ def test_damaged_files_are_named_with_the_likely_cause(folder, damage, said):
 
 
 def test_folders_without_a_model(tmp_path):
-    with pytest.raises(CheckpointError, match="does not exist|neither"):
+    with pytest.raises(CheckpointError, match=r"does not exist|neither"):
         find_model_folder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load(tmp_path)

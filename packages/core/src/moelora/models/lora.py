@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
     """Wraps, in place, every module of `model` that the bank has factors or replacements for."""
     installed = InstalledLora([*bank.slots, *bank.layout.replaced])
     modules = dict(model.named_modules())
-    for name in sorted(bank.layout.replaced):
-        _install_replacement(modules[name], name, bank, installed)
     experts: dict[str, dict[str, ExpertSlots]] = {}
     for name, slots in bank.slots.items():
         target = catalogue.targets[name]
@@ -55,6 +54,8 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
             modules[name].register_forward_hook(_linear_hook(target, slots, installed))
     for owner, by_parameter in experts.items():
         _install_experts(modules[owner], owner, by_parameter, installed)
+    for name in sorted(bank.layout.replaced):
+        _install_replacement(modules[name], name, bank, installed)
     return installed
 
 
@@ -147,8 +148,12 @@ def _install_experts(
 
 
 def _install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, installed: InstalledLora) -> None:
-    """Runs the module once more with each replaced weight, on the rows of its slot alone."""
+    """Runs the module once more with each replaced weight, on the rows of its slot alone.
+
+    Installed last: the rows of a slot that replaces a target have no factors there, so they skip the router's tap.
+    """
     original = module.forward
+    plain = partial(type(module).forward, module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         installed.called.add(name)
@@ -159,7 +164,7 @@ def _install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, 
         for slot, weight in bank.replaced_slots(name):
             rows = (context.meta.token_slot_T == slot).nonzero()[:, 0]
             if rows.numel():
-                out = _assign(out, rows, _run_with(module, original, weight, _take(args[0], rows)))
+                out = _assign(out, rows, _run_with(module, plain, weight, _take(args[0], rows)))
         return out
 
     module.forward = forward
