@@ -1,0 +1,216 @@
+"""Loads an adapter folder into canonical form, or refuses it. Knows neither single layouts nor the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moelora.adapters.base import Adapter, Catalogue, Factors, TargetSummary
+from moelora.adapters.config import LORA_B_LAYOUTS, AdapterConfig, read_config
+from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_headers
+from moelora.adapters.layouts.base import Context, Plan
+from moelora.adapters.names import Resolver
+from moelora.adapters.planner import Planned, explain_unmatched, plan_adapter
+from moelora.errors import AdapterError, choose_from
+
+BaseWeight = Callable[[str], torch.Tensor | None]
+"""Gives a parameter or buffer of the base model by its full name, or None."""
+
+_SHOWN_PROBLEMS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterFile:
+    """An adapter folder as read without a model: its configuration and the headers of its tensors, by name."""
+
+    path: Path
+    config: AdapterConfig
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the file."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+def read_adapter(path: str | Path) -> AdapterFile:
+    """Reads config and headers of an adapter folder.
+
+    Raises AdapterError if a file is missing or damaged. What the configuration asks for in vain is listed in
+    `config.refusals` and not raised.
+    """
+    folder = Path(path)
+    check_folder(folder)
+    return AdapterFile(path=folder, config=read_config(folder), tensors=read_headers(folder))
+
+
+def make_context(
+    file: AdapterFile, catalogue: Catalogue, *, lora_b_layout: str | None = None, peft_version: str | None = None
+) -> Context:
+    """The context of planning; see `load_adapter` for the two overrides."""
+    if lora_b_layout is not None and lora_b_layout not in LORA_B_LAYOUTS:
+        raise AdapterError(f"{file.path}: {choose_from('lora_b_layout', lora_b_layout, LORA_B_LAYOUTS)}")
+    return Context(
+        config=file.config,
+        resolver=Resolver(catalogue),
+        b_layout=lora_b_layout or file.config.lora_b_layout or "rank_major",
+        peft_version=peft_version or file.config.peft_version,
+    )
+
+
+def load_adapter(
+    path: str | Path,
+    *,
+    name: str,
+    catalogue: Catalogue,
+    dtype: torch.dtype,
+    base_weight: BaseWeight | None = None,
+    lora_b_layout: str | None = None,
+    peft_version: str | None = None,
+) -> Adapter:
+    """Loads an adapter onto the host in canonical form, in `dtype`, the scale folded into B in fp32 before the cast.
+
+    base_weight: gives base parameters by full name, to tell copies of base weights in the file from changed ones.
+    Without it, copies of the right shape are ignored and noted, since they cannot be compared.
+    lora_b_layout: overrides the column order of wrapped experts: "rank_major" (PEFT) or "grouped_by_expert".
+    peft_version: overrides the version that decides the orientation of wrapped experts if all of them are square.
+
+    Raises AdapterError, its message beginning with `path`, if any tensor or any configured field would be dropped, does
+    not fit the model, is not finite, or overflows in `dtype`.
+    """
+    file = read_adapter(path)
+    if file.config.refusals:
+        raise AdapterError(joined_reasons(file.path, file.config.refusals))
+    context = make_context(file, catalogue, lora_b_layout=lora_b_layout, peft_version=peft_version)
+    planned = plan_adapter(file.tensors, context)
+    problems = list(planned.problems)
+    if planned.unmatched:
+        problems.insert(0, explain_unmatched(planned, len(file.tensors), context))
+    if problems:
+        raise AdapterError(joined_reasons(file.path, problems))
+    with TensorReader() as reader:
+        loading = _Loading(file, reader, dtype)
+        factors = {plan.target.name: loading.factors(plan) for plan in planned.plans}
+        replacements, notes = _load_wholes(planned, loading, base_weight, catalogue)
+    return Adapter(
+        name=name,
+        path=file.path,
+        factors=factors,
+        replacements=replacements,
+        summaries=summarise(planned, dtype),
+        notes=(*file.config.notes, *planned.notes, *notes),
+    )
+
+
+def summarise(planned: Planned, dtype: torch.dtype) -> tuple[TargetSummary, ...]:
+    """One summary per target, factors first; `nbytes` as held in `dtype`."""
+    low_rank = [
+        TargetSummary(
+            target=plan.target.name,
+            layout=plan.layout,
+            ranks=plan.ranks,
+            scales=plan.scales,
+            nbytes=plan.numel * dtype.itemsize,
+        )
+        for plan in planned.plans
+    ]
+    whole = [
+        TargetSummary(
+            target=one.target.name, layout="whole", ranks=(), scales=(), nbytes=one.info.numel * dtype.itemsize
+        )
+        for one in planned.wholes
+        if one.target is not None
+    ]
+    return (*low_rank, *whole)
+
+
+def joined_reasons(path: Path, reasons: Sequence[str]) -> str:
+    """One message that starts with the adapter's path and lists the first reasons."""
+    if len(reasons) == 1:
+        return f"{path}: {reasons[0]}"
+    lines = [f"{path}: {len(reasons)} problems", *(f"  - {reason}" for reason in reasons[:_SHOWN_PROBLEMS])]
+    if len(reasons) > _SHOWN_PROBLEMS:
+        lines.append(f"  - … and {len(reasons) - _SHOWN_PROBLEMS} more")
+    return "\n".join(lines)
+
+
+class _Loading:
+    """Reads values of one adapter and brings them into the wanted dtype, refusing what does not survive that."""
+
+    def __init__(self, file: AdapterFile, reader: TensorReader, dtype: torch.dtype) -> None:
+        self.path = file.path
+        self.reader = reader
+        self.dtype = dtype
+
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        return self.reader.read(info).to(torch.float32)
+
+    def factors(self, plan: Plan) -> Factors:
+        a = torch.zeros(plan.a_shape, dtype=torch.float32)
+        b = torch.zeros(plan.b_shape, dtype=torch.float32)
+        plan.fill(self.read, a, b)
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if not (_is_finite(a) and _is_finite(b)):
+            raise AdapterError(f"{self.path}: {self._culprit(plan.sources, max(map(abs, plan.scales)))}")
+        return Factors(a=a, b=b)
+
+    def whole(self, info: TensorInfo) -> torch.Tensor:
+        # A copy, since what the reader returns may be mapped from a file that is overwritten later.
+        tensor = self.read(info).to(self.dtype, copy=True)
+        if not _is_finite(tensor):
+            raise AdapterError(f"{self.path}: {self._culprit((info,), 1.0)}")
+        return tensor
+
+    def equals(self, info: TensorInfo, base: torch.Tensor) -> bool:
+        """Whether a stored copy is the base's tensor, in the coarser of both dtypes."""
+        stored = self.reader.read(info)
+        if tuple(stored.shape) != tuple(base.shape):
+            return False
+        base = base.detach().to("cpu")
+        coarse = base.dtype if base.dtype.itemsize < stored.dtype.itemsize else stored.dtype
+        return torch.equal(stored.to(coarse), base.to(coarse))
+
+    def _culprit(self, sources: Sequence[TensorInfo], scale: float) -> str:
+        largest = 0.0
+        name = sources[0].name
+        for info in sources:
+            tensor = self.reader.read(info)
+            bad = int((~torch.isfinite(tensor)).sum())
+            if bad:
+                return f"tensor {info.name!r} holds {bad} values that are not finite (NaN or infinity)"
+            peak = float(tensor.abs().max())
+            if peak > largest:
+                largest, name = peak, info.name
+        return (
+            f"tensor {name!r} holds values up to {largest:g} (scale {scale:g}), too large for "
+            f"{str(self.dtype).removeprefix('torch.')} (largest {torch.finfo(self.dtype).max:g})"
+        )
+
+
+def _load_wholes(
+    planned: Planned, loading: _Loading, base_weight: BaseWeight | None, catalogue: Catalogue
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    replacements: dict[str, torch.Tensor] = {}
+    notes: list[str] = []
+    for whole in planned.wholes:
+        base = base_weight(whole.parameter) if base_weight is not None else None
+        if base is not None and loading.equals(whole.info, base):
+            notes.append(f"tensor {whole.info.name!r} equals the base model's and is ignored")
+        elif whole.target is not None and not whole.otherwise:
+            replacements[whole.target.name] = loading.whole(whole.info)
+        elif base is not None or whole.needs_base:
+            raise AdapterError(f"{loading.path}: tensor {whole.info.name!r} {whole.otherwise}")
+        else:
+            notes.append(
+                f"tensor {whole.info.name!r} is taken for a copy of the base model's and ignored, not compared"
+            )
+    return replacements, notes
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # Two reductions without a temporary as large as the tensor; NaN survives both.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
