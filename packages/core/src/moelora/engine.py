@@ -378,6 +378,8 @@ def resolve_device(device: str) -> torch.device:
 def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
     # Off CUDA the Triton backends would run in their interpreter, which is for tests.
     name = options.backend if options.backend != "auto" else "torch"
+    if options.batch_invariant:
+        raise ConfigError(f"backend {name!r} does not support batch_invariant")
     backend = get_backend(name)
     if device.type not in backend.capabilities.device_types:
         raise ConfigError(
