@@ -49,6 +49,8 @@ class EngineOptions:
     buckets: tuple[int, ...] | None = None
     load_format: str = "auto"
     batch_invariant: bool = False
+    score_chunk_rows: int | None = None
+    lora_b_layout: str | None = None
     seed: int = 0
 
 
@@ -123,8 +125,11 @@ class FakeEngine:
     def report(self) -> dict[str, Any]:
         """What the real engine would say of its batches."""
         return {
-            "graph_passes": [{"phase": "prefill", "mode": "full", "bucket": 64, "passes": 2}],
-            "eager_passes": [{"phase": "prefill", "reason": "graph_off", "passes": 3}],
+            "passes": [
+                {"phase": "prefill", "mode": "eager", "bucket": None, "count": 3},
+                {"phase": "prefill", "mode": "full", "bucket": 64, "count": 2},
+            ],
+            "eager_reasons": {"graph_off": 3},
             "padding_share": 0.1,
         }
 

@@ -82,6 +82,11 @@ class BucketsType(click.ParamType):
 @click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for.")
 @click.option("--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True)
 @click.option("--batch-invariant", is_flag=True, help="Same bits for a row, whatever shares its batch.")
+@click.option(
+    "--lora-b-layout",
+    type=click.Choice(["rank_major", "grouped_by_expert"]),
+    help="Column order of B in adapters of fused experts that do not state it.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy.")
 @click.option("--overwrite", is_flag=True, help="Replace an output file that exists.")
 @click.option("--report", metavar="FILE", help="Write the report of the run as JSON.")
@@ -169,6 +174,7 @@ def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: P
         buckets=options["buckets"],
         load_format=options["load_format"],
         batch_invariant=options["batch_invariant"],
+        lora_b_layout=options["lora_b_layout"],
         seed=options["seed"],
     )
     return PrefillEngine(options["model"], adapters=adapters, options=engine_options, on_event=progress.event)

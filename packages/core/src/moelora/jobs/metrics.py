@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moelora.types import Phase, RunMode
+
 _PLAIN = {
     "rows": ("moelora_input_rows_total", "Rows read from the input."),
     "output_rows": ("moelora_output_rows_total", "Lines written, one per row and adapter."),
@@ -13,31 +15,20 @@ _PLAIN = {
     "tokens": ("moelora_tokens_total", "Tokens scored, choices included, padding left out."),
     "truncated_tokens": ("moelora_truncated_tokens_total", "Prompt tokens cut away by --on-long truncate-left."),
 }
-_PASSES = {
-    "graph_passes": (
-        "moelora_cuda_graph_passes_total",
-        "Batches that replayed a CUDA graph.",
-        ("phase", "mode", "bucket"),
-    ),
-    "eager_passes": ("moelora_eager_passes_total", "Batches that ran without a graph.", ("phase", "reason")),
-}
 
 
 def encode_metrics(report: Mapping[str, Any]) -> bytes:
     """The counters of a report (`report.build_report`) as Prometheus text.
 
-    `report["engine"]` may hold `graph_passes`, a list of `{phase, mode, bucket, passes}`, and `eager_passes`, a list of
-    `{phase, reason, passes}`.
+    Of `report["engine"]` it reads `passes`, a list of `{phase, mode, bucket, count}`; `eager_reasons`, a count by
+    reason; and `peak_device_bytes`.
     """
     from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
     registry = CollectorRegistry()  # of its own: the process-wide one would add counters of the interpreter
     for key, (name, text) in _PLAIN.items():
         Counter(name, text, registry=registry).inc(report[key])
-    for key, (name, text, labels) in _PASSES.items():
-        counter = Counter(name, text, labels, registry=registry)
-        for entry in report["engine"].get(key, []):
-            counter.labels(**{label: str(entry[label]) for label in labels}).inc(entry["passes"])
+    _count_passes(report["engine"], registry)
     Gauge("moelora_run_seconds", "Seconds of scoring, loading left out.", registry=registry).set(report["seconds"])
     peak = report["engine"].get("peak_device_bytes")
     if peak is not None:
@@ -45,3 +36,22 @@ def encode_metrics(report: Mapping[str, Any]) -> bytes:
     # Each counter also has a series with its creation time, which says nothing about a run that is over.
     text = generate_latest(registry).decode("utf-8").splitlines(keepends=True)
     return "".join(line for line in text if "_created" not in line).encode("utf-8")
+
+
+def _count_passes(engine: Mapping[str, Any], registry: Any) -> None:
+    from prometheus_client import Counter
+
+    graphs = Counter(
+        "moelora_cuda_graph_passes_total",
+        "Batches that replayed a CUDA graph.",
+        ("phase", "mode", "bucket"),
+        registry=registry,
+    )
+    for entry in engine.get("passes", []):
+        if entry["mode"] != RunMode.EAGER:
+            graphs.labels(phase=entry["phase"], mode=entry["mode"], bucket=entry["bucket"]).inc(entry["count"])
+    eager = Counter(
+        "moelora_eager_passes_total", "Batches that ran without a graph.", ("phase", "reason"), registry=registry
+    )
+    for reason, count in engine.get("eager_reasons", {}).items():
+        eager.labels(phase=Phase.PREFILL.value, reason=reason).inc(count)

@@ -10,6 +10,7 @@ from typing import Any
 
 from moelora.jobs.run import JobStats
 from moelora.jobs.writer import finite_row
+from moelora.types import RunMode
 
 PACKAGES = (
     "moelora",
@@ -89,8 +90,12 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if report["truncated_rows"]:
         lines.append(("cut", f"{report['truncated_tokens']:,} tokens of {report['truncated_rows']:,} rows"))
     engine = report["engine"]
-    passes = [f"{entry['passes']:,} {entry['mode']} at {entry['bucket']}" for entry in engine.get("graph_passes", [])]
-    passes += [f"{entry['passes']:,} eager ({entry['reason']})" for entry in engine.get("eager_passes", [])]
+    passes = [
+        f"{entry['count']:,} {entry['mode']} at {entry['bucket']}"
+        for entry in engine.get("passes", [])
+        if entry["mode"] != RunMode.EAGER
+    ]
+    passes += [f"{count:,} eager ({reason})" for reason, count in engine.get("eager_reasons", {}).items()]
     if passes:
         lines.append(("batches", ", ".join(passes)))
     if engine.get("peak_device_bytes"):
