@@ -1,0 +1,71 @@
+"""The command group. Imports click alone: what a command needs, it imports when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import Any
+
+import click
+
+import moelora
+from moelora_cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, say_error
+from moelora_cli.env import env
+from moelora_cli.inspect import inspect
+from moelora_cli.prefill import prefill
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(moelora.__version__, prog_name="moelora")
+def cli() -> None:
+    """Offline batch prefill for Mixture-of-Experts models with many LoRA adapters.
+
+    Exit codes: 0 done, 1 failed, 2 refused before any work, 3 done but some rows have errors, 130 interrupted.
+    """
+
+
+cli.add_command(prefill)
+cli.add_command(inspect)
+cli.add_command(env)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command and exits with its code. `arguments`: without the program's name; None for `sys.argv`."""
+    code = EXIT_FAILED
+    with contextlib.suppress(ValueError):  # not in the main thread, as when a test calls this
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        result = cli.main(arguments, prog_name="moelora", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+        sys.stdout.flush()
+    except click.UsageError as error:
+        hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
+        say_error(error.format_message() + hint)
+        code = EXIT_REFUSED
+    except click.ClickException as error:
+        say_error(error.format_message())
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        say_error("interrupted")
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        code = EXIT_FAILED
+    _abandon_broken_stdout()
+    sys.exit(code)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    """Leaves by an exception, so that temporary files are removed on the way."""
+    raise SystemExit(128 + number)
+
+
+def _abandon_broken_stdout() -> None:
+    """Points stdout elsewhere if its reader has left, or the interpreter complains about it while it shuts down."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):
+        pass

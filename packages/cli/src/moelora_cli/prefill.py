@@ -1,0 +1,288 @@
+"""`moelora prefill`: scores a file of prompts under a base model and its adapters."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from moelora.errors import ConfigError
+from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
+from moelora_cli.progress import Progress
+
+if TYPE_CHECKING:
+    from moelora.jobs.run import JobOptions, JobStats
+    from moelora.jobs.text import TextEncoder
+
+_POSITIVE = click.IntRange(min=1)
+
+
+class DeviceType(click.ParamType):
+    """auto, cpu, cuda or cuda:N."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuses what cannot name a device; whether the device is there, the engine finds out."""
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+            self.fail(f"{value!r} is no device; valid: auto, cpu, cuda, cuda:N", param, ctx)
+        return str(value)
+
+
+class BucketsType(click.ParamType):
+    """Token counts, ascending, joined by commas."""
+
+    name = "buckets"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """A tuple of ascending positive integers."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+            self.fail(f"{value!r} is no list of token counts like 16,64,256", param, ctx)
+        sizes = tuple(int(part) for part in parts)
+        if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+            self.fail(f"{value!r}: token counts must be positive and ascend", param, ctx)
+        return sizes
+
+
+@click.command(cls=MoeloraCommand, short_help="Score prompts under a base model and its adapters.")
+@click.argument("model")
+@click.option(
+    "--adapters",
+    multiple=True,
+    metavar="NAME=PATH|FOLDER|FILE.jsonl",
+    help="An adapter, a folder of adapters, or a list with name and path; repeatable.",
+)
+@click.option("--input", "input_", required=True, metavar="FILE|-", help="Rows as JSON Lines; - is standard input.")
+@click.option("--output", metavar="FILE|-", help="Scores as JSON Lines; - is standard output.")
+@click.option("--default-adapter", metavar="NAME", help="For rows that name none: a name, * or __base__.")
+@click.option("--with-base", is_flag=True, help="Let * include the base model.")
+@click.option("--logprobs", type=click.Choice(["sum", "tokens"]), default="sum", show_default=True)
+@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Best tokens after the prompt.")
+@click.option("--max-length", type=_POSITIVE, help="Most tokens of a prompt with its longest choice.")
+@click.option("--on-long", type=click.Choice(["error", "truncate-left"]), default="error", show_default=True)
+@click.option("--backend", default="auto", show_default=True, metavar="auto|triton|csgmv|torch")
+@click.option("--graph", type=click.Choice(["auto", "full", "breakable", "off"]), default="auto", show_default=True)
+@click.option("--device", type=DeviceType(), metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+)
+@click.option("--max-tokens", type=_POSITIVE, help="Most tokens of one batch.")
+@click.option("--max-requests", type=_POSITIVE, help="Most requests of one batch.")
+@click.option("--slots", type=_POSITIVE, help="Adapters that lie on the device at once.")
+@click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for.")
+@click.option("--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True)
+@click.option("--batch-invariant", is_flag=True, help="Same bits for a row, whatever shares its batch.")
+@click.option(
+    "--lora-b-layout",
+    type=click.Choice(["rank_major", "grouped_by_expert"]),
+    help="Column order of B in adapters of fused experts that do not state it.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy.")
+@click.option("--overwrite", is_flag=True, help="Replace an output file that exists.")
+@click.option("--report", metavar="FILE", help="Write the report of the run as JSON.")
+@click.option("--metrics-file", metavar="FILE", help="Write counters in Prometheus text format.")
+@click.option("--dry-run", is_flag=True, help="Print the token ids that would be scored; load no weights.")
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+def prefill(**options: Any) -> int:
+    """Scores every row of --input under its adapters, in one pass over MODEL, and writes one line per row and adapter.
+
+    MODEL is a checkpoint folder or a model in the Hugging Face cache. A row is a JSON object with one of prompt,
+    prompt_token_ids or messages, and optionally id, adapter, choices or choices_token_ids, metadata.
+    """
+    with _stdout_for_results() as stdout:
+        return _prefill(options, stdout)
+
+
+def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
+    """The command in its order: everything that can be refused cheaply comes before everything that costs."""
+    from moelora.jobs.adapter_list import resolve_adapters
+    from moelora.jobs.reader import LineReader
+
+    _check_files(options)
+    adapters = resolve_adapters(options["adapters"])
+    job_options = _job_options(options, list(adapters))
+    with LineReader(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+        _quiet_libraries()
+        from moelora.jobs.text import load_encoder
+
+        encoder = load_encoder(options["model"])
+        if options["dry_run"]:
+            return _dry_run(options, job_options, encoder, list(adapters), lines, stdout)
+        return _score(options, job_options, encoder, adapters, lines, progress, stdout)
+
+
+def _score(
+    options: dict[str, Any],
+    job_options: JobOptions,
+    encoder: TextEncoder,
+    adapters: dict[str, Path],
+    lines: Any,
+    progress: Progress,
+    stdout: BinaryIO,
+) -> int:
+    from moelora.jobs.report import build_report
+    from moelora.jobs.rows import parse_rows
+    from moelora.jobs.run import PrefillJob
+    from moelora.jobs.writer import open_output
+
+    start = time.monotonic()
+    engine = _load_engine(options, adapters, progress)
+    job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
+    loaded = time.monotonic()
+    progress.begin()
+    try:
+        with open_output(options["output"], stdout) as sink:
+            stats = job.run(parse_rows(lines), sink)
+        report = build_report(
+            stats,
+            seconds=time.monotonic() - loaded,
+            load_seconds=loaded - start,
+            engine=engine.report(),
+            run=_asked_for(options, adapters),
+        )
+        _write_reports(options, report)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        raise JobFailedError from error
+    _tell(stats, report, progress, quiet=options["quiet"])
+    return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
+    from moelora.engine import EngineOptions, PrefillEngine
+    from moelora.types import GraphMode
+
+    engine_options = EngineOptions(
+        backend=options["backend"],
+        graph=GraphMode(options["graph"]),
+        device=options["device"],
+        dtype=options["dtype"],
+        max_tokens=options["max_tokens"],
+        max_requests=options["max_requests"],
+        slots=options["slots"],
+        buckets=options["buckets"],
+        load_format=options["load_format"],
+        batch_invariant=options["batch_invariant"],
+        lora_b_layout=options["lora_b_layout"],
+        seed=options["seed"],
+    )
+    return PrefillEngine(options["model"], adapters=adapters, options=engine_options, on_event=progress.event)
+
+
+def _dry_run(
+    options: dict[str, Any],
+    job_options: JobOptions,
+    encoder: TextEncoder,
+    names: list[str],
+    lines: Any,
+    stdout: BinaryIO,
+) -> int:
+    from moelora.jobs.dry import dry_scorer
+    from moelora.jobs.rows import parse_rows
+    from moelora.jobs.run import PrefillJob
+    from moelora.jobs.writer import StreamSink
+
+    job = PrefillJob(dry_scorer(options["model"], names), encoder, job_options)
+    with StreamSink(stdout) as sink:
+        stats = job.dry_run(parse_rows(lines), sink)
+    return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    """Refuses outputs that cannot be written and files given twice."""
+    from moelora.jobs.writer import check_output
+
+    if options["output"] is None and not options["dry_run"]:
+        raise ConfigError("--output is missing; give a file, or - for standard output")
+    files: dict[str, str] = {}
+    for option in ("input_", "output", "report", "metrics_file"):
+        path = options[option]
+        if path is None or path == "-":
+            if path == "-" and option in ("report", "metrics_file"):
+                raise ConfigError(f"--{option.replace('_', '-')} needs a file; standard output is for results")
+            continue
+        name = "--" + option.strip("_").replace("_", "-")
+        real = os.path.realpath(path)
+        device = os.path.exists(real) and not os.path.isfile(real)  # several may go to /dev/null
+        if real in files and not device:
+            raise ConfigError(f"{files[real]} and {name} are the same file, {path}")
+        files[real] = name
+        if option != "input_" and not options["dry_run"]:
+            # Reports are made anew by each run; only results are kept from being replaced by accident.
+            check_output(path, overwrite=options["overwrite"] or option != "output", what=name)
+
+
+def _job_options(options: dict[str, Any], names: list[str]) -> JobOptions:
+    from moelora.jobs.run import JobOptions, default_adapters
+
+    job_options = JobOptions(
+        default_adapter=options["default_adapter"],
+        with_base=options["with_base"],
+        logprobs=options["logprobs"],
+        top_k=options["top_k"],
+        max_length=options["max_length"],
+        on_long=options["on_long"],
+    )
+    default_adapters(job_options, names)
+    return job_options
+
+
+def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, Any]:
+    """The options as the report keeps them."""
+    asked = {key.strip("_"): value for key, value in options.items() if key not in ("adapters", "quiet", "dry_run")}
+    return {**asked, "adapters": {name: str(path) for name, path in adapters.items()}}
+
+
+def _write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
+    from moelora.jobs.metrics import encode_metrics
+    from moelora.jobs.report import encode_report
+    from moelora.jobs.writer import write_whole
+
+    if options["report"] is not None:
+        write_whole(options["report"], encode_report(report))
+    if options["metrics_file"] is not None:
+        write_whole(options["metrics_file"], encode_metrics(report))
+
+
+def _tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: bool) -> None:
+    """The summary, the first errors and the warnings; warnings are said even under --quiet."""
+    from moelora.jobs.report import summary
+
+    if not quiet:
+        for label, text in summary(report):
+            progress.say(f"{label:<8}{text}")
+        for error in stats.first_errors:
+            progress.say(f"row error: {error}")
+        if stats.error_rows > len(stats.first_errors):
+            progress.say(f"… and {stats.error_rows - len(stats.first_errors):,} more in the output")
+    for warning in stats.warnings:
+        progress.say(f"warning: {warning}")
+
+
+@contextlib.contextmanager
+def _stdout_for_results() -> Any:
+    """Keeps standard output for results: what libraries print goes to stderr meanwhile."""
+    stdout = sys.stdout.buffer
+    with contextlib.redirect_stdout(sys.stderr):
+        yield stdout
+
+
+def _quiet_libraries() -> None:
+    """Keeps bars and hints of the libraries off stderr; their warnings and errors stay."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,48 @@
+"""The limits of a model as its config states them: all that a dry run needs, so that no weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moelora.errors import CheckpointError
+from moelora.jobs.text import model_folder
+from moelora.types import Request, Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryScorer:
+    """Checks requests like an engine, and scores nothing."""
+
+    vocab_size: int
+    max_positions: int | None
+    adapter_names: list[str]
+
+    def check(self, request: Request) -> str | None:
+        """The first token id outside the vocabulary, as a sentence, or None."""
+        for token_id in (*request.token_ids, *(token for choice in request.choices for token in choice)):
+            if not 0 <= token_id < self.vocab_size:
+                return f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
+        return None
+
+    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+        """Not available."""
+        raise NotImplementedError("a dry run scores nothing")
+
+
+def dry_scorer(model: str | Path, adapter_names: Sequence[str]) -> DryScorer:
+    """Reads the model's config. Raises `CheckpointError` if there is none or it names no vocabulary."""
+    from transformers import AutoConfig
+
+    folder = model_folder(model)
+    if not (folder / "config.json").exists():
+        raise CheckpointError(f"model {model}: {folder / 'config.json'} does not exist")
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+        vocab_size = int(config.vocab_size)
+    except Exception as error:  # whatever a broken or unknown config provokes in transformers
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(f"the config in {folder} cannot be used: {reason}") from error
+    positions = getattr(config, "max_position_embeddings", None)
+    return DryScorer(vocab_size=vocab_size, max_positions=positions, adapter_names=list(adapter_names))

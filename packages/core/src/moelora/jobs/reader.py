@@ -1,0 +1,118 @@
+"""Input files as numbered lines of bytes. What a line means is the business of `rows`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from moelora.errors import InputError
+
+ACCEPTED = "JSON Lines: UTF-8 text with one JSON object per line (.jsonl), or - for standard input"
+_REFUSED_ENDINGS = {
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+    ".csv": "comma-separated text",
+    ".tsv": "tab-separated text",
+    ".gz": "compressed (gzip)",
+    ".bz2": "compressed (bzip2)",
+    ".xz": "compressed (xz)",
+    ".zst": "compressed (Zstandard)",
+    ".zip": "an archive",
+    ".tar": "an archive",
+}
+_MAGIC = {
+    b"\x1f\x8b": "compressed (gzip)",
+    b"BZh": "compressed (bzip2)",
+    b"\xfd7zXZ\x00": "compressed (xz)",
+    b"\x28\xb5\x2f\xfd": "compressed (Zstandard)",
+    b"PK\x03\x04": "an archive",
+    b"PAR1": "Parquet",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
+
+
+class LineReader:
+    """Reads one input, once, from front to back.
+
+    Opening it reads up to the first line that is not blank, so that an input that cannot be used is refused before
+    anything expensive starts. Iterating gives `(line number from 1, bytes without the line end)`, blank lines left out.
+    Lines end at LF alone: U+2028 and a lone CR inside a string stay where they are. A CR before the LF is dropped.
+
+    `source` is a path, or "-" for standard input. Raises `InputError` if it is missing, no file, of another format, not
+    readable or without a single row.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.name = "standard input" if str(source) == "-" else str(source)
+        self._owned = str(source) != "-"
+        self._file = _open(source)
+        try:
+            head, self._first = self._skip_blank()
+            for magic, kind in _MAGIC.items():
+                if head.startswith(magic):
+                    raise InputError(f"input {self.name} is {kind}; accepted is {ACCEPTED}")
+            if self._first is None:
+                raise InputError(f"input {self.name} is empty; accepted is {ACCEPTED}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _skip_blank(self) -> tuple[bytes, tuple[int, bytes] | None]:
+        """The first bytes of the file, and the first line that is not blank."""
+        head = b""
+        self._lines = self._numbered()
+        for number, raw in self._lines:
+            head = head or raw[:8]
+            line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            if line.strip():
+                return head, (number, line)
+        return head, None
+
+    def _numbered(self) -> Iterator[tuple[int, bytes]]:
+        try:
+            for number, raw in enumerate(self._file, 1):
+                yield number, raw.removesuffix(b"\n").removesuffix(b"\r")
+        except OSError as error:
+            raise InputError(f"input {self.name} cannot be read: {error.strerror or error}") from error
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        assert self._first is not None
+        for number, line in chain([self._first], self._lines):
+            if line.strip():
+                yield number, line
+
+    def close(self) -> None:
+        """Closes the file; standard input is left open."""
+        if self._owned:
+            self._file.close()
+
+    def __enter__(self) -> LineReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _open(source: str | Path) -> BinaryIO:
+    if str(source) == "-":
+        if sys.stdin is None:
+            raise InputError("standard input is closed")
+        return sys.stdin.buffer
+    path = Path(source)
+    kind = _REFUSED_ENDINGS.get(path.suffix.lower())
+    if kind is not None:
+        raise InputError(f"input {path} is {kind}; accepted is {ACCEPTED}")
+    if path.is_dir():
+        raise InputError(f"input {path} is a directory; accepted is {ACCEPTED}")
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise InputError(f"input {path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"input {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None

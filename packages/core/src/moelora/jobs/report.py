@@ -1,0 +1,103 @@
+"""The report of a run: what was scored, how fast, and what the engine did for it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from moelora.jobs.run import JobStats
+from moelora.jobs.writer import finite_row
+from moelora.types import RunMode
+
+PACKAGES = (
+    "moelora",
+    "moelora-kernels",
+    "moelora-cli",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "triton",
+    "flash-attn-4",
+    "peft",
+    "numpy",
+)
+"""Distributions whose versions can change a score or a speed."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of `PACKAGES`; None for what is not installed. moelora's own is known without metadata."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if found["moelora"] is None:
+        from moelora import __version__
+
+        found["moelora"] = __version__
+    return found
+
+
+def build_report(
+    stats: JobStats, *, seconds: float, load_seconds: float, engine: Mapping[str, Any], run: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The report as a JSON object.
+
+    seconds: from the first row to the last line, loading not counted. load_seconds: model, adapters and capture.
+    engine: the engine's own report, kept whole under `engine`. run: what was asked for (model, adapters, options).
+    """
+    return {
+        "rows": stats.rows,
+        "output_rows": stats.output_rows,
+        "error_rows": stats.error_rows,
+        "first_errors": list(stats.first_errors),
+        "requests": stats.requests,
+        "tokens": stats.tokens,
+        "truncated_rows": stats.truncated_rows,
+        "truncated_tokens": stats.truncated_tokens,
+        "seconds": seconds,
+        "load_seconds": load_seconds,
+        "tokens_per_second": stats.tokens / seconds if seconds > 0 else 0.0,
+        "warnings": list(stats.warnings),
+        "engine": dict(engine),
+        "run": dict(run),
+        "versions": versions(),
+    }
+
+
+def encode_report(report: Mapping[str, Any]) -> bytes:
+    """The report as indented JSON. What JSON cannot hold is written as its text."""
+    return (json.dumps(finite_row(dict(report)), indent=2, default=str, ensure_ascii=False) + "\n").encode("utf-8")
+
+
+def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The report in a few (label, text) lines for people."""
+    lines = [
+        ("rows", f"{report['rows']:,} in, {report['output_rows']:,} out, {report['error_rows']:,} with errors"),
+        ("tokens", f"{report['tokens']:,} in {report['requests']:,} requests"),
+        (
+            "time",
+            f"{report['seconds']:.1f} s scoring ({report['tokens_per_second']:,.0f} tokens/s), "
+            f"{report['load_seconds']:.1f} s loading",
+        ),
+    ]
+    if report["truncated_rows"]:
+        lines.append(("cut", f"{report['truncated_tokens']:,} tokens of {report['truncated_rows']:,} rows"))
+    engine = report["engine"]
+    passes = [
+        f"{entry['count']:,} {entry['mode']} at {entry['bucket']}"
+        for entry in engine.get("passes", [])
+        if entry["mode"] != RunMode.EAGER
+    ]
+    passes += [f"{count:,} eager ({reason})" for reason, count in engine.get("eager_reasons", {}).items()]
+    if passes:
+        lines.append(("batches", ", ".join(passes)))
+    if engine.get("peak_device_bytes"):
+        lines.append(("memory", f"{engine['peak_device_bytes'] / 2**30:.2f} GiB at most on the device"))
+    return lines

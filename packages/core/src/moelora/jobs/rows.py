@@ -1,0 +1,277 @@
+"""The input row: one JSON object per line, checked against the schema. Knows nothing of tokenizers, models or files.
+
+A bad row never raises: it becomes a `Row` whose `error` says what is wrong, so that the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from moelora.errors import RequestError
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+ROW_KEYS = ("id", "custom_id", *PROMPT_KEYS, "adapter", "choices", "choices_token_ids", "metadata")
+MAX_DEPTH = 100
+"""Levels of nesting in metadata and messages; far below what JSON writers and readers can recurse into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the input.
+
+    line: its number in the file, from 1, blank lines counted. id: as given, else the line number.
+    Exactly one of `prompt`, `prompt_token_ids`, `messages` is set unless `error` is.
+    adapters: the names as given (may hold "*" and "__base__"), or None to take the run's default.
+    At most one of `choices` and `choices_token_ids` is not empty. metadata: any JSON, echoed.
+    error: None, or why the row cannot be scored.
+    """
+
+    line: int
+    id: str | int
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    adapters: tuple[str, ...] | None = None
+    choices: tuple[str, ...] = ()
+    choices_token_ids: tuple[tuple[int, ...], ...] = ()
+    metadata: Any = None
+    error: str | None = None
+
+    @property
+    def has_choices(self) -> bool:
+        """True if the row asks for the scores of choices."""
+        return bool(self.choices or self.choices_token_ids)
+
+
+def parse_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Row]:
+    """Turns numbered lines into rows, one for each.
+
+    Ids are compared as text, so 7 and "7" are the same. The first row that carries an id keeps it, even if that row is
+    bad for another reason; later ones are errors. A row without an id claims its line number if it is good.
+    """
+    claimed: dict[str, int] = {}
+    for number, data in lines:
+        row, explicit = _parse(number, data)
+        if explicit or row.error is None:
+            first = claimed.setdefault(str(row.id), number)
+            if first != number and row.error is None:
+                what = f"duplicate id {row.id!r}" if explicit else f"the line number {row.id} stands for the missing id"
+                error = f"line {number}: {what}, and line {first} has that id already (7 and '7' count as the same)"
+                row = Row(line=number, id=row.id, metadata=row.metadata, error=error)
+        yield row
+
+
+def parse_row(number: int, data: bytes) -> Row:
+    """Turns one line into a row. `number` counts from 1; `data` is the line without its end, in UTF-8."""
+    return _parse(number, data)[0]
+
+
+def _parse(number: int, data: bytes) -> tuple[Row, bool]:
+    """The row, and whether its id was given by the row itself."""
+    identity: str | int = number
+    explicit = False
+    metadata: Any = None
+    try:
+        record = load_object(data)
+        # Id and metadata come first, so that they are echoed even if the rest is wrong.
+        given = _id(record)
+        explicit = given is not None
+        identity = number if given is None else given
+        _refuse_surrogates(record.get("metadata"), "metadata")
+        metadata = record.get("metadata")
+        return Row(line=number, id=identity, metadata=metadata, **_fields(record)), explicit
+    except RequestError as error:
+        return Row(line=number, id=identity, metadata=metadata, error=f"line {number}: {error}"), explicit
+
+
+def load_object(data: bytes) -> dict[str, Any]:
+    """One line as a JSON object, by the strict rules of RFC 8259. Raises `RequestError` saying what is wrong."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line") from None
+    # A mark at the start of a line can only come from files that were joined; JSON has no use for it there.
+    text = text.removeprefix("\ufeff")
+    try:
+        record = json.loads(
+            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+    except RequestError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise RequestError("not readable: the JSON is nested too deeply") from None
+    except ValueError as error:  # an integer beyond the interpreter's limit of digits
+        raise RequestError(f"not readable: {error}") from None
+    if not isinstance(record, dict):
+        raise RequestError(f"a row must be a JSON object, got {describe(record)}")
+    return record
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise RequestError(f"key {twice!r} stands twice in one object")
+    return record
+
+
+def _refuse_constant(name: str) -> Any:
+    raise RequestError(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RequestError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _id(record: dict[str, Any]) -> str | int | None:
+    given = [key for key in ("id", "custom_id") if record.get(key) is not None]
+    if len(given) == 2:
+        raise RequestError("give id or custom_id, not both")
+    if not given:
+        return None
+    value = record[given[0]]
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise RequestError(f"{given[0]} must be a string or an integer, got {describe(value)}")
+    _refuse_surrogates(value, given[0])
+    return value
+
+
+def _fields(record: dict[str, Any]) -> dict[str, Any]:
+    """The checked fields of a row besides id and metadata; null counts as absent, except for `adapter`."""
+    for key in record:
+        if key not in ROW_KEYS:
+            close = get_close_matches(key, ROW_KEYS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise RequestError(f"unknown key {key!r}.{hint} Valid: {', '.join(ROW_KEYS)}")
+    prompts = [key for key in PROMPT_KEYS if record.get(key) is not None]
+    if len(prompts) != 1:
+        found = "none of them" if not prompts else " and ".join(prompts)
+        raise RequestError(f"a row needs exactly one of {', '.join(PROMPT_KEYS)}; this one has {found}")
+    if record.get("choices") is not None and record.get("choices_token_ids") is not None:
+        raise RequestError("give choices or choices_token_ids, not both")
+    fields: dict[str, Any] = {}
+    if record.get("choices") is not None:
+        fields["choices"] = _choices(record["choices"])
+    if record.get("choices_token_ids") is not None:
+        fields["choices_token_ids"] = _choices_token_ids(record["choices_token_ids"])
+    if "adapter" in record:
+        fields["adapters"] = _adapters(record["adapter"])
+    key = prompts[0]
+    may_be_empty = "choices" in fields or "choices_token_ids" in fields
+    if key == "messages":
+        fields[key] = _messages(record[key])
+    else:
+        fields[key] = _text(record[key], key) if key == "prompt" else _token_ids(record[key], key)
+        if not fields[key] and not may_be_empty:
+            raise RequestError(f"{key} is empty")
+    return fields
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} must be a string, got {describe(value)}")
+    _refuse_surrogates(value, where)
+    return value
+
+
+def _list(value: Any, where: str, of: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a list of {of}, got {describe(value)}")
+    return value
+
+
+def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+    for index, item in enumerate(_list(value, where, "integers")):
+        if type(item) is not int:
+            raise RequestError(f"{where}[{index}] must be an integer, got {describe(item)}")
+    return tuple(value)
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    if not _list(value, "choices", "strings"):
+        raise RequestError("choices is empty; leave it out to score the prompt alone")
+    texts = tuple(_text(item, f"choices[{index}]") for index, item in enumerate(value))
+    if "" in texts:
+        raise RequestError(f"choices[{texts.index('')}] is empty; a choice needs at least one token")
+    return texts
+
+
+def _choices_token_ids(value: Any) -> tuple[tuple[int, ...], ...]:
+    if not _list(value, "choices_token_ids", "lists of integers"):
+        raise RequestError("choices_token_ids is empty; leave it out to score the prompt alone")
+    choices = tuple(_token_ids(item, f"choices_token_ids[{index}]") for index, item in enumerate(value))
+    if () in choices:
+        raise RequestError(f"choices_token_ids[{choices.index(())}] is empty; a choice needs at least one token")
+    return choices
+
+
+def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+    if not _list(value, "messages", "objects"):
+        raise RequestError("messages is empty")
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise RequestError(f"{where} must be an object with role and content, got {describe(message)}")
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"{where}.role must be a string, got {describe(message.get('role'))}")
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            raise RequestError(f"{where}.content must be a string or a list, got {describe(message.get('content'))}")
+        _refuse_surrogates(message, where)
+    return tuple(value)
+
+
+def _adapters(value: Any) -> tuple[str, ...]:
+    """A missing adapter takes the default; null or an empty name is refused, since it is a slip more often than not."""
+    names = value if isinstance(value, list) else [value]
+    if not names:
+        raise RequestError("adapter is an empty list; leave it out for the default")
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"adapter must be a name, '*', '__base__' or a list of these, got {describe(name)}")
+        _refuse_surrogates(name, "adapter")
+        if names.count(name) > 1:
+            raise RequestError(f"adapter {name!r} is named twice")
+    return tuple(names)
+
+
+def _refuse_surrogates(value: Any, where: str, depth: int = 0) -> None:
+    """Half of a surrogate pair has no UTF-8 form: no tokenizer takes it and strict JSON readers refuse it."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(value[error.start])
+            raise RequestError(f"{where} holds half a surrogate pair (U+{code:04X}) at {error.start}") from None
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_surrogates(item, f"{where}[{index}]", depth + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_surrogates(key, f"a key of {where}")
+            _refuse_surrogates(item, f"{where}.{key}", depth + 1)
+
+
+def describe(value: Any) -> str:
+    """How a JSON value is called in messages: its kind, and its text if short."""
+    kinds = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    if isinstance(value, dict):
+        return "an object"
+    if value is None:
+        return "null"
+    shown = json.dumps(value) if not isinstance(value, int) or abs(value) < 10**20 else "of many digits"
+    return f"{kinds[type(value)]} {shown if len(shown) <= 40 else shown[:37] + '…'}"

@@ -1,0 +1,298 @@
+"""The prefill job: rows in, one output line per (row, adapter) out, in the order of the input.
+
+Everything heavy is behind the `Scorer`; everything about files is in `reader` and `writer`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from moelora.errors import ConfigError, RequestError, choose_from
+from moelora.jobs.outputs import dry_row, error_row, fingerprint, result_row
+from moelora.jobs.rows import Row
+from moelora.jobs.text import Encoded, TextEncoder, fit
+from moelora.jobs.writer import RowSink, encode_row, finite_row
+from moelora.types import BASE_ADAPTER, Request, Result
+
+ALL_ADAPTERS = "*"
+"""Stands for all adapters of the run wherever an adapter's name may stand."""
+
+
+class Scorer(Protocol):
+    """What the job needs of the engine; `PrefillEngine` has it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie in `[0, vocab_size)`."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model takes, in tokens; None if it has no limit."""
+        ...
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The adapters of the run, in order, without the base."""
+        ...
+
+    def check(self, request: Request) -> str | None:
+        """Why the request cannot be scored, or None."""
+        ...
+
+    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+        """Results with the index of their request, in any order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What is scored and what is said of it.
+
+    default_adapter: for rows that name none: a name, "*", "__base__", or None for "*" if there are adapters, else the
+        base. with_base: "*" includes the base, first. logprobs: "tokens" adds `token_ids` and `token_logprobs`.
+    top_k: entries of `top_logprobs`. max_length: most tokens of a prompt and its longest choice together, None for the
+        model's positions. on_long: refuse a longer row, or cut its prompt on the left.
+    """
+
+    default_adapter: str | None = None
+    with_base: bool = False
+    logprobs: Literal["sum", "tokens"] = "sum"
+    top_k: int = 0
+    max_length: int | None = None
+    on_long: Literal["error", "truncate-left"] = "error"
+
+
+@dataclass(slots=True, kw_only=True)
+class JobStats:
+    """What a job has done so far. rows: input rows read. output_rows: lines written; error_rows: those with an error.
+
+    requests: sequences scored. tokens: their tokens, choices included. truncated_rows: output rows that were cut.
+    """
+
+    rows: int = 0
+    output_rows: int = 0
+    error_rows: int = 0
+    requests: int = 0
+    tokens: int = 0
+    truncated_rows: int = 0
+    truncated_tokens: int = 0
+    first_errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An input row whose lines are not all there yet. prints: what tells scores of adapters apart, by adapter."""
+
+    lines: list[bytes | None]
+    prints: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """One (row, adapter): a request to be scored, or the reason why there is none."""
+
+    row: Row
+    adapter: str | None
+    encoded: Encoded | None = None
+    error: str | None = None
+
+    def request(self, top_k: int) -> Request:
+        assert self.encoded is not None
+        assert self.adapter is not None
+        return Request(
+            token_ids=self.encoded.token_ids, adapter=self.adapter, choices=self.encoded.choices, top_k=top_k
+        )
+
+
+class PrefillJob:
+    """Scores rows with one engine. Raises `ConfigError` if the options do not fit the engine.
+
+    A row that cannot be read gives one output row whose adapter is null; a row that can be read but not scored gives
+    one per adapter, like any other.
+    """
+
+    def __init__(
+        self,
+        engine: Scorer,
+        encoder: TextEncoder,
+        options: JobOptions = JobOptions(),
+        on_progress: Callable[[JobStats], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._encoder = encoder
+        self._options = options
+        self._on_progress = on_progress or (lambda stats: None)
+        self._default = default_adapters(options, engine.adapter_names)
+        limits = [n for n in (options.max_length, engine.max_positions) if n is not None]
+        self._limit = min(limits, default=None)
+        if options.top_k > engine.vocab_size:
+            raise ConfigError(f"top_k is {options.top_k}, and the vocabulary has only {engine.vocab_size} tokens")
+        self.stats = JobStats()
+        self._pending: deque[_Pending] = deque()
+        self._waiting: dict[int, tuple[_Pending, int, _Unit]] = {}
+        self._twins = _Twins()
+
+    def run(self, rows: Iterable[Row], sink: RowSink) -> JobStats:
+        """Scores all rows and writes their lines to `sink`. A bad row costs that row; what is raised ends the job."""
+        for index, result in self._engine.score_stream(self._requests(rows)):
+            pending, place, unit = self._waiting.pop(index)
+            self._finish(pending, place, unit, result)
+            self._flush(sink)
+            self._on_progress(self.stats)
+        self._flush(sink)
+        if self._waiting or self._pending:
+            raise RuntimeError(f"the engine left {len(self._waiting)} requests without a result")
+        self.stats.warnings += self._twins.warnings()
+        self._on_progress(self.stats)
+        return self.stats
+
+    def dry_run(self, rows: Iterable[Row], sink: RowSink) -> JobStats:
+        """Writes the token ids that would be scored, one line per (row, adapter); the engine scores nothing."""
+        for row in rows:
+            self.stats.rows += 1
+            for unit in self._units(row):
+                self._count(unit.error)
+                if unit.encoded is not None and unit.error is None:
+                    self._count_cut(unit.encoded)
+                sink.write(encode_row(dry_row(unit.row, unit.adapter, unit.encoded, unit.error)))
+        return self.stats
+
+    def _requests(self, rows: Iterable[Row]) -> Iterator[Request]:
+        """The requests of all rows, in order; the place of each one's line is kept in `_waiting` by its number."""
+        number = 0
+        for row in rows:
+            self.stats.rows += 1
+            units = list(self._units(row))
+            pending = _Pending(lines=[None] * len(units))
+            self._pending.append(pending)
+            for place, unit in enumerate(units):
+                if unit.error is not None:
+                    self._count(unit.error)
+                    pending.lines[place] = encode_row(error_row(row, unit.adapter, unit.encoded, unit.error))
+                    continue
+                self._waiting[number] = (pending, place, unit)
+                number += 1
+                yield unit.request(self._options.top_k)
+
+    def _units(self, row: Row) -> Iterator[_Unit]:
+        if row.error is not None:
+            yield _Unit(row, None, error=row.error)
+            return
+        encoded: Encoded | None = None
+        error: str | None = None
+        try:
+            adapters = expand_adapters(
+                row.adapters or self._default, self._engine.adapter_names, self._options.with_base
+            )
+        except RequestError as problem:
+            yield _Unit(row, None, error=f"line {row.line}: {problem}")
+            return
+        try:
+            truncate = self._options.on_long == "truncate-left"
+            whole = self._encoder.encode(row)
+            encoded = fit(whole, limit=self._limit, truncate=truncate, opening=self._encoder.opening)
+        except RequestError as problem:
+            error = f"line {row.line}: {problem}"
+        for adapter in adapters:
+            unit = _Unit(row, adapter, encoded, error)
+            if error is None:
+                reason = self._check(adapter, unit)
+                unit = replace(unit, error=reason and f"line {row.line}: {reason}")
+            yield unit
+
+    def _check(self, adapter: str, unit: _Unit) -> str | None:
+        if adapter != BASE_ADAPTER and adapter not in self._engine.adapter_names:
+            return choose_from("adapter", adapter, [BASE_ADAPTER, *self._engine.adapter_names])
+        return self._engine.check(unit.request(self._options.top_k))
+
+    def _finish(self, pending: _Pending, place: int, unit: _Unit, result: Result) -> None:
+        assert unit.encoded is not None
+        assert unit.adapter is not None
+        tokens = self._options.logprobs == "tokens"
+        row = result_row(unit.row, unit.adapter, unit.encoded, result, tokens=tokens, top_k=self._options.top_k)
+        row = finite_row(row, where=f"line {unit.row.line}: ")
+        self._count(row["error"])
+        self._count_cut(unit.encoded)
+        self.stats.requests += 1
+        self.stats.tokens += len(unit.encoded.token_ids) + sum(map(len, unit.encoded.choices))
+        pending.lines[place] = encode_row(row)
+        if row["error"] is None:
+            pending.prints[unit.adapter] = fingerprint(result)
+
+    def _flush(self, sink: RowSink) -> None:
+        while self._pending and None not in self._pending[0].lines:
+            done = self._pending.popleft()
+            for line in done.lines:
+                assert line is not None
+                sink.write(line)
+            self._twins.add(done.prints)
+
+    def _count(self, error: str | None) -> None:
+        self.stats.output_rows += 1
+        if error is not None:
+            self.stats.error_rows += 1
+            if len(self.stats.first_errors) < 5 and error not in self.stats.first_errors:
+                self.stats.first_errors.append(error)
+
+    def _count_cut(self, encoded: Encoded) -> None:
+        if encoded.truncated_tokens:
+            self.stats.truncated_rows += 1
+            self.stats.truncated_tokens += encoded.truncated_tokens
+
+
+class _Twins:
+    """Watches for adapters whose every score equals the base's bit for bit: as a rule, one that was not applied."""
+
+    def __init__(self) -> None:
+        self._compared: dict[str, int] = {}
+        self._differs: set[str] = set()
+
+    def add(self, prints: dict[str, int]) -> None:
+        """Takes the fingerprints of one row by adapter."""
+        base = prints.get(BASE_ADAPTER)
+        if base is None:
+            return
+        for adapter, mine in prints.items():
+            if adapter != BASE_ADAPTER:
+                self._compared[adapter] = self._compared.get(adapter, 0) + 1
+                if mine != base:
+                    self._differs.add(adapter)
+
+    def warnings(self) -> list[str]:
+        """One sentence for each adapter that never differed."""
+        return [
+            f"adapter {adapter!r} scores exactly as the base in all {count} rows scored with both; "
+            "check that it is the adapter you mean (moelora inspect shows what it changes)"
+            for adapter, count in self._compared.items()
+            if adapter not in self._differs
+        ]
+
+
+def default_adapters(options: JobOptions, names: Sequence[str]) -> tuple[str, ...]:
+    """The adapters of a row that names none. Raises `ConfigError` for a default that the run does not have."""
+    if options.default_adapter is None:
+        return (ALL_ADAPTERS,) if names else (BASE_ADAPTER,)
+    if options.default_adapter == ALL_ADAPTERS and not names and not options.with_base:
+        raise ConfigError("the default adapter is '*', but no adapters are given")
+    if options.default_adapter not in (ALL_ADAPTERS, BASE_ADAPTER, *names):
+        raise ConfigError(choose_from("default adapter", options.default_adapter, [ALL_ADAPTERS, BASE_ADAPTER, *names]))
+    return (options.default_adapter,)
+
+
+def expand_adapters(given: Sequence[str], names: Sequence[str], with_base: bool) -> list[str]:
+    """Names for `given`, with "*" replaced by all `names` (and the base before them). Each comes once.
+
+    Unknown names stay, to become errors of their own. Raises `RequestError` if "*" stands for nothing.
+    """
+    expanded: list[str] = []
+    for name in given:
+        everything = ([BASE_ADAPTER] if with_base else []) + list(names)
+        expanded += everything if name == ALL_ADAPTERS else [name]
+    if not expanded:
+        raise RequestError("adapter is '*', but no adapters are given")
+    return list(dict.fromkeys(expanded))

@@ -1,0 +1,165 @@
+"""Output files that appear whole or not at all, and rows as JSON that every reader accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol
+
+from moelora.errors import ConfigError
+
+_REFUSED_ENDINGS = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
+# Characters that JSON allows inside strings but that naive readers take for the end of a line.
+_LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+class RowSink(Protocol):
+    """Where finished lines go. Leaving its context cleanly finishes the output; leaving it by an error discards it."""
+
+    def write(self, line: bytes) -> None:
+        """Takes one line, with its end."""
+        ...
+
+    def __enter__(self) -> RowSink: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
+    ) -> None: ...
+
+
+class AtomicFile:
+    """A file that is written beside its final place and moved there when its context is left without an error.
+
+    Missing folders are made. A symbolic link keeps pointing where it did; the file behind it is replaced.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._final = Path(os.path.realpath(path))
+
+    def __enter__(self) -> AtomicFile:
+        self._final.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = self._final.with_name(f".{self._final.name}.{secrets.token_hex(4)}.tmp")
+        self._file = self._temporary.open("xb")
+        return self
+
+    def write(self, line: bytes) -> None:
+        """Takes one line, with its end."""
+        self._file.write(line)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if kind is None:
+                os.replace(self._temporary, self._final)
+                _sync_folder(self._final.parent)
+        finally:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+
+class StreamSink:
+    """Standard output, a pipe or a device: each line goes out at once."""
+
+    def __init__(self, stream: BinaryIO, *, owned: bool = False) -> None:
+        self._stream = stream
+        self._owned = owned
+
+    def __enter__(self) -> StreamSink:
+        return self
+
+    def write(self, line: bytes) -> None:
+        """Takes one line, with its end."""
+        self._stream.write(line)
+        self._stream.flush()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._owned:
+            self._stream.close()
+
+
+def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> None:
+    """Raises `ConfigError` if nothing could be written to `path`; writes nothing. "-" is standard output."""
+    if str(path) == "-":
+        return
+    target = Path(os.path.realpath(path))
+    if target.suffix.lower() in _REFUSED_ENDINGS:
+        raise ConfigError(f"{what} {path}: only JSON Lines can be written (.jsonl), or - for standard output")
+    if target.is_dir() or str(path).endswith(os.sep):
+        raise ConfigError(f"{what} {path} is a directory; give the name of a file in it")
+    if target.is_file() and not overwrite:
+        raise ConfigError(f"{what} {path} exists; give another name, or --overwrite to replace it")
+    folder = next(parent for parent in target.parents if parent.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"{what} {path}: {folder} is not a directory")
+    if (not target.exists() or target.is_file()) and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what} {path}: the folder {folder} is not writable")
+
+
+def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
+    """The sink for `path`: `stdout` for "-", a stream for a pipe or device, else an atomic file."""
+    if str(path) == "-":
+        return StreamSink(stdout)
+    if Path(path).exists() and not Path(path).is_file():
+        return StreamSink(Path(path).open("wb"), owned=True)
+    return AtomicFile(path)
+
+
+def write_whole(path: str | Path, data: bytes) -> None:
+    """Writes `data` to `path` in one step."""
+    with open_output(path, sys.stdout.buffer) as sink:
+        sink.write(data)
+
+
+def finite_row(row: dict[str, Any], *, where: str = "") -> dict[str, Any]:
+    """`row` with null for each number that is not finite; these are named in its `error`. `metadata` is left alone.
+
+    where: what the error begins with if the row has none yet.
+    """
+    bad: list[str] = []
+    clean = {key: value if key == "metadata" else _finite(value, key, bad) for key, value in row.items()}
+    if bad:
+        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        before = f"{clean['error']}; " if clean.get("error") else where
+        clean["error"] = f"{before}not finite: {shown}"
+    return clean
+
+
+def encode_row(row: dict[str, Any]) -> bytes:
+    """One line of JSON in UTF-8, with its end. All numbers must be finite."""
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    for character, escaped in _LINE_ENDS.items():
+        text = text.replace(character, escaped)
+    return text.encode("utf-8") + b"\n"
+
+
+def _finite(value: Any, where: str, bad: list[str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(where)
+        return None
+    if isinstance(value, list | tuple):
+        return [_finite(item, f"{where}[{index}]", bad) for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{where}.{key}", bad) for key, item in value.items()}
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename last through a power cut, where the system can."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

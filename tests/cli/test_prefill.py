@@ -1,0 +1,348 @@
+"""`moelora prefill` from the outside, with an engine that needs no model: files, exit codes, what is said where."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_engine
+from core.tiny_tokenizers import byte_level, save
+from moelora_cli.main import main
+
+SCRIPT = [sys.executable, str(Path(__file__).with_name("run_with_fake_engine.py"))]
+GOOD = '{"id": "a", "prompt_token_ids": [1, 2, 3]}\n{"id": "b", "prompt": "hello", "choices": [" world"]}\n'
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save(byte_level(bos="<s>", adds_bos=True), tmp_path_factory.mktemp("model") / "m")
+    config = {"model_type": "qwen3_moe", "vocab_size": fake_engine.VOCAB_SIZE, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_real_engine() -> Iterator[None]:
+    real = sys.modules.pop("moelora.engine", None)
+    fake_engine.install()
+    yield
+    sys.modules.pop("moelora.engine", None)
+    if real is not None:
+        sys.modules["moelora.engine"] = real
+
+
+class Outcome:
+    """What one run of the command gave."""
+
+    def __init__(self, code: int, stdout: str, stderr: str) -> None:
+        self.code, self.stdout, self.stderr = code, stdout, stderr
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stdout.splitlines()]
+
+
+class Command:
+    """Runs `moelora prefill MODEL --input in.jsonl …` in this process, with the folder as working directory."""
+
+    def __init__(self, model: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self.model, self.folder, self._capfd = model, folder, capfd
+        self.input = folder / "in.jsonl"
+        self.output = folder / "out.jsonl"
+        self.input.write_text(GOOD)
+
+    def __call__(self, *arguments: Any, input_: Any = None, output: Any = None, model: Any = None) -> Outcome:
+        files = ["--input", input_ or self.input, "--output", output or self.output]
+        self._capfd.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([*map(str, ["prefill", model or self.model, *files, *arguments])])
+        stdout, stderr = self._capfd.readouterr()
+        assert "Traceback" not in stderr
+        return Outcome(int(caught.value.code or 0), stdout, stderr)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()]
+
+    def files(self) -> set[str]:
+        return {p.name for p in self.folder.iterdir()}
+
+
+@pytest.fixture
+def command(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> Command:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    return Command(model, tmp_path, capfd)
+
+
+# Done.
+
+
+def test_scores_go_to_the_file_and_words_to_stderr(command: Command):
+    done = command("--adapters", "A=/a", "--with-base")
+    assert (done.code, done.stdout) == (0, "")
+    assert [(r["id"], r["adapter"]) for r in command.rows] == [
+        ("a", "__base__"),
+        ("a", "A"),
+        ("b", "__base__"),
+        ("b", "A"),
+    ]
+    assert "rows    2 in, 4 out, 0 with errors" in done.stderr
+    assert "loaded [bold]nothing[/bold]" in done.stderr
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+
+
+def test_standard_output_holds_results_alone(command: Command):
+    done = command(output="-")
+    assert done.code == 0
+    assert [row["id"] for row in done.rows] == ["a", "b"]
+    assert "a library prints to stdout" in done.stderr
+
+
+def test_quiet_says_nothing_but_warnings(command: Command):
+    done = command("--adapters", "twin=/a", "--with-base", "--quiet", output="-")
+    lines = [line for line in done.stderr.splitlines() if line != "a library prints to stdout"]
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: adapter 'twin' scores exactly as the base")
+
+
+def test_standard_input(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b'\xef\xbb\xbf{"prompt": "x"}\r\n')))
+    assert command(input_="-", output="-").rows[0]["error"] is None
+
+
+def test_report_and_metrics(command: Command):
+    done = command("--report", "new/report.json", "--metrics-file", "m.prom", "--top-k", 2, "--adapters", "A=/a")
+    assert done.code == 0
+    report = json.loads((command.folder / "new" / "report.json").read_text())
+    assert report["tokens"] == sum(
+        r["num_tokens"] + sum(c["num_tokens"] for c in r.get("choices", [])) for r in command.rows
+    )
+    assert report["run"]["adapters"] == {"A": "/a"}
+    assert report["run"]["top_k"] == 2
+    assert report["engine"]["padding_share"] == 0.1
+    assert "moelora_requests_total 2.0" in (command.folder / "m.prom").read_text()
+    assert command("--report", "new/report.json", "--overwrite").code == 0
+
+
+def test_options_reach_the_engine(command: Command, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+
+    class Spy(fake_engine.FakeEngine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            seen.append(kwargs["options"])
+
+    monkeypatch.setattr(sys.modules["moelora.engine"], "PrefillEngine", Spy)
+    options = "--backend torch --graph off --device cuda:1 --dtype float32 --max-tokens 9 --max-requests 8 --slots 7"
+    more = "--buckets 16,64 --load-format dummy --batch-invariant --seed 5 --lora-b-layout rank_major"
+    assert command(*options.split(), *more.split()).code == 0
+    assert seen == [
+        fake_engine.EngineOptions(
+            backend="torch",
+            graph=fake_engine.GraphMode.OFF,
+            device="cuda:1",
+            dtype="float32",
+            max_tokens=9,
+            max_requests=8,
+            slots=7,
+            buckets=(16, 64),
+            load_format="dummy",
+            batch_invariant=True,
+            lora_b_layout="rank_major",
+            seed=5,
+        )
+    ]
+
+
+def test_a_dry_run_prints_ids_and_writes_nothing(command: Command):
+    sys.modules["moelora.engine"] = None  # type: ignore[assignment]
+    command.input.write_text('{"prompt": "<s>hello", "choices": [" world"]}\n{"prompt_token_ids": [2000]}\n')
+    done = command("--dry-run", "--adapters", "A=/none", "--default-adapter", "A")
+    assert done.code == 3
+    assert done.rows[0]["adapter"] == "A"
+    assert done.rows[0]["token_ids"][0] != done.rows[0]["token_ids"][1]
+    assert done.rows[0]["choices"][0]["text"] == " world"
+    assert "outside the vocabulary" in done.rows[1]["error"]
+    assert command.files() == {"in.jsonl"}
+
+
+# Rows with errors.
+
+
+def test_rows_with_errors_give_code_3_and_the_rest_is_scored(command: Command):
+    bad = b'{"id": 7, "prompt": "x"}\n{"id": "7", "prompt": "y"}\n[1]\n{"prompt": "a\\ud83d"}\n{"prompt": "caf\xe9"}\n'
+    command.input.write_bytes(bad + '{"prompt": "a\u2028b", "metadata": "c\u2028d"}\n'.encode())
+    done = command("--report", "r.json")
+    assert done.code == 3
+    assert [row["error"] is None for row in command.rows] == [True, False, False, False, False, True]
+    assert command.rows[5]["metadata"] == "c\u2028d"
+    assert "row error: line 2: duplicate id '7'" in done.stderr
+    assert json.loads((command.folder / "r.json").read_text())["error_rows"] == 4
+
+
+# Refused before any work.
+
+REFUSED = [
+    (["--adapters", "A=/x", "--adapters", "A=/y"], "'A' is given twice"),
+    (["--adapters", "*=/x"], "stands for all adapters"),
+    (["--adapters", "/none"], "no such file or folder"),
+    (["--adapters", "A=/broken/lora"], "adapter 'A' in /broken/lora is broken"),
+    (["--default-adapter", "A1", "--adapters", "A=/x"], "unknown default adapter 'A1'. Did you mean 'A'?"),
+    (["--default-adapter", "*"], "no adapters are given"),
+    (["--top-k", "-1"], "--top-k"),
+    (["--top-k", "2001"], "the vocabulary has only 2000 tokens"),
+    (["--max-tokens", "0"], "--max-tokens"),
+    (["--max-length", "x"], "--max-length"),
+    (["--buckets", "64,16"], "positive and ascend"),
+    (["--buckets", "a"], "no list of token counts"),
+    (["--device", "tpu"], "valid: auto, cpu, cuda, cuda:N"),
+    (["--logprobs", "all"], "'sum', 'tokens'"),
+    (["--graph", "on"], "'auto', 'full', 'breakable', 'off'"),
+    (["--shard", "0/2"], "No such option"),
+    (["--report", "-"], "standard output is for results"),
+    (["--report", "in.jsonl"], "--input and --report are the same file"),
+    (["--metrics-file", "out.jsonl"], "--output and --metrics-file are the same file"),
+    (["--report", "in.jsonl/x"], "is not a directory"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
+def test_bad_options_are_refused(command: Command, arguments: list[str], message: str):
+    done = command(*arguments)
+    assert done.code == 2
+    assert message in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert command.files() == {"in.jsonl"}
+    assert command.input.read_text() == GOOD
+
+
+def test_bad_inputs_are_refused(command: Command):
+    (command.folder / "empty.jsonl").write_text("\n")
+    (command.folder / "x.parquet").write_text("PAR1")
+    for path, message in [
+        ("none.jsonl", "does not exist"),
+        (".", "is a directory"),
+        ("empty.jsonl", "is empty"),
+        ("x.parquet", "Parquet; accepted is JSON Lines"),
+    ]:
+        done = command(input_=path)
+        assert done.code == 2
+        assert message in done.stderr
+        assert not command.output.exists()
+
+
+def test_bad_models_are_refused(command: Command):
+    done = command(model="none/such")
+    assert done.code == 2
+    assert "neither a folder nor a model in the Hugging Face cache" in done.stderr
+
+
+def test_an_existing_output_needs_overwrite(command: Command):
+    command.output.write_text("precious")
+    done = command()
+    assert done.code == 2
+    assert "out.jsonl exists; give another name, or --overwrite" in done.stderr
+    assert command.output.read_text() == "precious"
+    assert command("--overwrite").code == 0
+    assert len(command.rows) == 2
+    assert "same file" in command("--overwrite", output="in.jsonl").stderr
+    assert command.input.read_text() == GOOD
+
+
+def test_missing_arguments_are_usage_errors(command: Command, capfd: pytest.CaptureFixture[str]):
+    for arguments, message in [
+        (["prefill"], "Missing argument 'MODEL'"),
+        (["prefill", "m", "--output", "x"], "Missing option '--input'"),
+        (["prefill", str(command.model), "--input", str(command.input)], "--output is missing"),
+        (["prefil"], "No such command"),
+        (["plan", "m"], "No such command"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert message in capfd.readouterr().err
+
+
+# Failures.
+
+
+def test_an_unexpected_failure_gives_code_1_and_leaves_nothing(command: Command, capfd: pytest.CaptureFixture[str]):
+    command.input.write_text(GOOD + '{"prompt_token_ids": [15]}\n')
+    command.output.write_text("old")
+    done = command("--overwrite", "--report", "r.json")
+    assert done.code == 1
+    assert done.stderr.splitlines()[-1] == "error: RuntimeError: token 15 breaks the engine (--debug shows where)"
+    assert command.output.read_text() == "old"
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+    with pytest.raises(SystemExit) as caught:
+        main(["prefill", str(command.model), "--input", str(command.input), "--output", "new.jsonl", "--debug"])
+    assert caught.value.code == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+# As a process of its own.
+
+
+def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SCRIPT, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8", timeout=60, **options
+    )
+
+
+def test_a_reader_that_leaves_is_no_error(command: Command):
+    command.input.write_text('{"prompt_token_ids": [20, 21, 22]}\n' * 20_000)
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "-", "--quiet"]
+    with subprocess.Popen(
+        [*SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["id"] == 1
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert said == "a library prints to stdout\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_no_file(command: Command, number: int, code: int):
+    """Rows come through a pipe that stays open, so the run is certain to be under way when it is stopped."""
+    arguments = ["prefill", command.model, "--input", "-", "--output", command.output, "--quiet"]
+    with subprocess.Popen(
+        [*SCRIPT, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write('{"prompt_token_ids": [20, 21]}\n' * 10)
+        process.stdin.flush()
+        deadline = time.monotonic() + 30
+        while not any(name.endswith(".tmp") for name in command.files()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(number)
+        said = process.stderr.read()
+        process.stdin.close()
+    assert process.returncode == code
+    assert "Traceback" not in said
+    assert command.files() == {"in.jsonl"}
+
+
+def test_another_locale_changes_nothing(command: Command):
+    command.input.write_bytes(b'\xef\xbb\xbf{"id": "\xc3\xbc", "prompt": "gr\xc3\xbcn"}\r\n{"prompt": "\xe9"}\r\n')
+    environment = {**os.environ, "PYTHONIOENCODING": "cp1252", "LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = run("prefill", command.model, "--input", command.input, "--output", "-", env=environment)
+    assert done.returncode == 3
+    assert json.loads(done.stdout.splitlines()[0])["id"] == "ü"
+    assert "not UTF-8" in json.loads(done.stdout.splitlines()[1])["error"]

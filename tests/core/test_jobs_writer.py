@@ -1,0 +1,134 @@
+"""Outputs appear whole or not at all, and every line is JSON that any reader takes."""
+
+import json
+import math
+import os
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelora.errors import ConfigError
+from moelora.jobs.writer import check_output, encode_row, finite_row, open_output, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_file_appears_when_it_is_finished(tmp_path: Path):
+    path = tmp_path / "a" / "b" / "out.jsonl"
+    with open_output(path, BytesIO()) as sink:
+        sink.write(b"1\n")
+        assert not path.exists()
+    assert path.read_bytes() == b"1\n"
+    assert names(path.parent) == ["out.jsonl"]
+
+
+def test_a_failure_leaves_neither_a_new_file_nor_a_changed_one(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b"old\n")
+
+    def write_and_stop(stop: type[BaseException]) -> None:
+        with open_output(path, BytesIO()) as sink:
+            sink.write(b"new\n")
+            raise stop
+
+    for stop in (ValueError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(stop):
+            write_and_stop(stop)
+    assert path.read_bytes() == b"old\n"
+    assert names(tmp_path) == ["out.jsonl"]
+
+
+def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path):
+    (tmp_path / "reference").write_bytes(b"")
+    write_whole(tmp_path / "out", b"x")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "reference").stat().st_mode
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_devices_and_standard_output_are_streams(tmp_path: Path):
+    write_whole("/dev/null", b"x")
+    assert not Path("/dev/null").is_file()
+    stream = BytesIO()
+    with open_output("-", stream) as sink:
+        sink.write(b"1\n")
+        assert stream.getvalue() == b"1\n"
+    assert not stream.closed
+
+
+def test_outputs_that_cannot_be_are_refused_without_a_trace(tmp_path: Path):
+    (tmp_path / "out.jsonl").write_bytes(b"old")
+    for path, message in [
+        (tmp_path / "out.jsonl", "exists; give another name, or --overwrite"),
+        (tmp_path, "is a directory"),
+        (f"{tmp_path}/new/", "is a directory"),
+        (tmp_path / "out.jsonl" / "x.jsonl", "is not a directory"),
+        (tmp_path / "x.parquet", "only JSON Lines"),
+        (tmp_path / "x.jsonl.gz", "only JSON Lines"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            check_output(path, overwrite=False)
+    check_output(tmp_path / "out.jsonl", overwrite=True)
+    check_output(tmp_path / "new" / "x.jsonl", overwrite=False)
+    check_output("-", overwrite=False)
+    check_output("/dev/null", overwrite=False)
+    assert names(tmp_path) == ["out.jsonl"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_access_is_refused(tmp_path: Path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(ConfigError, match="not writable"):
+        check_output(tmp_path / "x.jsonl", overwrite=False)
+
+
+def test_numbers_that_are_not_finite_become_null_and_are_named():
+    row = {"a": math.nan, "b": [1.0, -math.inf], "c": {"d": math.inf}, "e": 1, "metadata": None, "error": None}
+    clean = finite_row(row, where="line 3: ")
+    assert clean == {
+        "a": None,
+        "b": [1.0, None],
+        "c": {"d": None},
+        "e": 1,
+        "metadata": None,
+        "error": "line 3: not finite: a, b[1], c.d",
+    }
+    assert finite_row({"a": math.nan, "error": "bad"})["error"] == "bad; not finite: a"
+    many = finite_row({"x": [math.nan] * 9, "error": None})["error"]
+    assert many == "not finite: x[0], x[1], x[2], x[3], x[4] and 4 more"
+
+
+def test_no_line_end_hides_in_a_line():
+    text = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1ee\r\nf"
+    line = encode_row({"metadata": {text: text}})
+    assert len(line.decode().splitlines()) == 1
+    assert json.loads(line) == {"metadata": {text: text}}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), json_values))
+def test_every_row_is_one_line_of_strict_json(row: dict[str, Any]):
+    def refuse(name: str) -> Any:
+        raise AssertionError(name)
+
+    line = encode_row(finite_row({**row, "error": None})).decode("utf-8")
+    assert len(line.splitlines()) == 1
+    json.loads(line, parse_constant=refuse)
