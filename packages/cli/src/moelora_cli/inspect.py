@@ -1,27 +1,170 @@
-"""`moelora inspect`: what an adapter changes, or what a checkpoint holds."""
+"""`moelora inspect`: what an adapter changes, or what a checkpoint holds. Loads no weights."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from moelora.errors import ConfigError
-from moelora_cli.command import EXIT_DONE, MoeloraCommand
+from moelora.errors import ConfigError, MoeloraError
+from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand
+
+if TYPE_CHECKING:
+    from moelora.adapters.base import Catalogue
 
 
 @click.command(cls=MoeloraCommand, short_help="What an adapter or a checkpoint holds.")
 @click.argument("path")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def inspect(path: str, as_json: bool) -> int:
-    """Shows what the folder PATH holds: an adapter (adapter_config.json) or a checkpoint (config.json)."""
-    from moelora.jobs.checkpoint_facts import checkpoint_facts
+@click.option(
+    "--model", metavar="MODEL", help="The base model of an adapter: shows its real targets and checks the fit."
+)
+@click.option(
+    "--lora-b-layout",
+    type=click.Choice(["rank_major", "grouped_by_expert"]),
+    help="Column order of B in adapters of fused experts that do not state it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with every target.")
+def inspect(path: str, model: str | None, lora_b_layout: str | None, as_json: bool) -> int:
+    """Shows what PATH holds: an adapter's folder, or a checkpoint (a folder, or a model in the Hugging Face cache).
 
+    The exit code is 2 if it would be refused by `moelora prefill`; the reasons are shown with the rest.
+    """
     folder = Path(path)
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{path}: neither adapter_config.json nor config.json is there")
-    facts: dict[str, Any] = checkpoint_facts(folder)
-    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(f"{k}: {v}" for k, v in facts.items()))
-    return EXIT_DONE
+    if folder.is_dir() and not (folder / "config.json").exists():
+        facts = adapter_facts(folder, model, lora_b_layout)
+    elif model is not None:
+        raise ConfigError(f"--model is for adapters, and {path} is not one (an adapter has no config.json)")
+    else:
+        facts = checkpoint_facts(path)
+    click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
+    return EXIT_REFUSED if facts["refused"] else EXIT_DONE
+
+
+def adapter_facts(folder: Path, model: str | None, lora_b_layout: str | None) -> dict[str, Any]:
+    """What is in an adapter's folder. Sizes are those of the model's dtype, bfloat16 without a model."""
+    import torch
+
+    from moelora.adapters.describe import describe
+
+    catalogue, dtype = (None, torch.bfloat16) if model is None else _catalogue(model)
+    found = describe(folder, catalogue, dtype=dtype, lora_b_layout=lora_b_layout)
+    return {
+        "adapter": str(folder),
+        "model": model,
+        "layouts": list(found.layouts),
+        "max_rank": found.max_rank,
+        "tensors": found.num_tensors,
+        "file_bytes": found.file_bytes,
+        "file_dtypes": list(found.dtypes),
+        "bytes_per_slot": found.bytes_per_slot,
+        "slot_dtype": str(dtype).removeprefix("torch."),
+        "targets": [
+            {
+                "target": target.target,
+                "layout": target.layout,
+                "ranks": list(target.ranks),
+                "scales": list(target.scales),
+                "bytes": target.nbytes,
+            }
+            for target in found.targets
+        ],
+        "notes": list(found.notes),
+        "refused": list(found.refusals),
+    }
+
+
+def checkpoint_facts(model: str) -> dict[str, Any]:
+    """What is in a checkpoint: its sizes, its files, and what of it an adapter can change."""
+    from moelora.jobs.text import has_tokenizer
+    from moelora.models.architecture import describe_architecture
+    from moelora.models.base_model import read_config
+    from moelora.models.checkpoint import check_checkpoint, find_model_folder
+
+    folder = find_model_folder(model)
+    config = read_config(folder).get_text_config()
+    architecture = describe_architecture(config)
+    facts: dict[str, Any] = {
+        "checkpoint": str(folder),
+        "model_type": architecture.model_type,
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden_size": getattr(config, "hidden_size", None),
+        "vocab_size": getattr(config, "vocab_size", None),
+        "max_positions": getattr(config, "max_position_embeddings", None),
+        "packs_requests": architecture.packs or architecture.reason,
+        "tokenizer": has_tokenizer(folder),
+        "refused": [],
+    }
+    try:
+        files = check_checkpoint(folder)
+        facts |= {"files": len(files.files), "tensors": len(files.tensors), "file_bytes": files.nbytes}
+    except MoeloraError as error:
+        facts["refused"].append(str(error))
+    try:
+        catalogue, dtype = _catalogue(model)
+        facts["dtype"] = str(dtype).removeprefix("torch.")
+        facts["experts"] = max((target.num_experts for target in catalogue), default=0)
+        facts["adaptable"] = dict(Counter(str(target.kind) for target in catalogue))
+    except MoeloraError as error:
+        facts["refused"].append(str(error))
+    return facts
+
+
+def _catalogue(model: str) -> tuple[Catalogue, Any]:
+    """The targets of a model and its dtype, from its config: the model is built without memory for weights."""
+    import torch
+
+    from moelora.models.base_model import load_base
+    from moelora.models.catalogue import build_catalogue
+
+    base = load_base(model, device=torch.device("meta"), load_format="dummy")
+    return build_catalogue(base.causal_lm), base.dtype
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """The facts for people: targets that differ by their layer's number alone share a line."""
+    plain = {key: value for key, value in facts.items() if key not in ("targets", "notes", "refused")}
+    width = max(map(len, plain))
+    lines = [f"{key:<{width}}  {_shown(key, value)}" for key, value in plain.items() if value is not None]
+    lines += _target_lines(facts.get("targets", []))
+    lines += [f"note: {note}" for note in facts.get("notes", [])]
+    return lines + [f"refused: {reason}" for reason in facts["refused"]]
+
+
+def _target_lines(targets: list[dict[str, Any]]) -> list[str]:
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for target in targets:
+        name = re.sub(r"(?<=layers\.)\d+(?=\.)", "*", target["target"])
+        key = (name, target["layout"], tuple(target["ranks"]), tuple(target["scales"]))
+        groups.setdefault(key, []).append(target["bytes"])
+    lines = [f"targets ({len(targets)}):"] if targets else []
+    width = max((len(key[0]) for key in groups), default=0)
+    for (name, layout, ranks, scales), sizes in groups.items():
+        parts = [f"layout {layout}"]
+        parts += [f"rank {', '.join(map(str, ranks))}"] if ranks else []
+        parts += [f"scale {', '.join(f'{scale:g}' for scale in scales)}"] if scales else []
+        count = f"{len(sizes)} × " if len(sizes) > 1 else ""
+        lines.append(f"  {name:<{width}}  {'  '.join(parts)}  {count}{_size(sum(sizes) // len(sizes))}")
+    return lines
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith(("bytes", "bytes_per_slot")):
+        return _size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"no: {value}" if key == "packs_requests" else str(value)
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

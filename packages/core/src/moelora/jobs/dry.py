@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moelora.errors import CheckpointError
-from moelora.jobs.text import model_folder
+from moelora.models.checkpoint import find_model_folder
 from moelora.types import Request, Result
 
 
@@ -33,16 +33,11 @@ class DryScorer:
 
 def dry_scorer(model: str | Path, adapter_names: Sequence[str]) -> DryScorer:
     """Reads the model's config. Raises `CheckpointError` if there is none or it names no vocabulary."""
-    from transformers import AutoConfig
+    from moelora.models.base_model import read_config
 
-    folder = model_folder(model)
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"model {model}: {folder / 'config.json'} does not exist")
-    try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
-        vocab_size = int(config.vocab_size)
-    except Exception as error:  # whatever a broken or unknown config provokes in transformers
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise CheckpointError(f"the config in {folder} cannot be used: {reason}") from error
+    config = read_config(find_model_folder(model)).get_text_config()
+    vocab_size = getattr(config, "vocab_size", None)
+    if not vocab_size:
+        raise CheckpointError(f"the config of {model} names no vocab_size")
     positions = getattr(config, "max_position_embeddings", None)
     return DryScorer(vocab_size=vocab_size, max_positions=positions, adapter_names=list(adapter_names))

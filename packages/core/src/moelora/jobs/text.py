@@ -19,6 +19,7 @@ from typing import Any
 
 from moelora.errors import CheckpointError, RequestError
 from moelora.jobs.rows import Row
+from moelora.models.checkpoint import find_model_folder
 
 # A folder with none of these has no tokenizer. Asking transformers is no test: for some model types it answers with an
 # empty vocabulary that encodes every text to nothing.
@@ -175,8 +176,8 @@ def load_encoder(model: str | Path) -> TextEncoder:
     A checkpoint without tokenizer files gives an encoder that takes token ids only. Raises `CheckpointError` if there
     are files but they cannot be loaded.
     """
-    folder = model_folder(model)
-    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+    folder = find_model_folder(model)
+    if not has_tokenizer(folder):
         return TextEncoder(None, missing=f"the model {model} has no tokenizer files")
     from transformers import AutoTokenizer
 
@@ -187,19 +188,9 @@ def load_encoder(model: str | Path) -> TextEncoder:
         raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
 
 
-def model_folder(model: str | Path) -> Path:
-    """The local folder of `model`: itself, or its snapshot in the Hugging Face cache. Raises `CheckpointError`."""
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"model {path} is a file; give the folder that holds config.json and the weights")
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(str(model), local_files_only=True))
-    except Exception:  # not a repository name, or not in the cache: the same to the user
-        raise CheckpointError(f"model {model} is neither a folder nor a model in the Hugging Face cache") from None
+def has_tokenizer(folder: Path) -> bool:
+    """True if the folder holds a tokenizer's files."""
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _prefix(tokenizer: Any) -> tuple[int, ...]:
