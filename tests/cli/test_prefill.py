@@ -326,6 +326,7 @@ def test_an_interrupted_run_leaves_no_file(command: Command, number: int, code: 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env=ENVIRONMENT,
     ) as process:
         assert process.stdin is not None
         assert process.stderr is not None
