@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moelora.errors import CheckpointError, ConfigError
-from moelora.models.base_model import load_base
+from moelora.models.base_model import load_base, open_base
 from moelora.models.checkpoint import INDEX, SINGLE, check_checkpoint, find_model_folder
 from tiny_models import reference_logprobs, save_model
 
@@ -37,7 +37,7 @@ def sharded(original, tmp_path):
 
 
 def load(folder):
-    return load_base(folder, device=CPU)
+    return load_base(open_base(folder), device=CPU)
 
 
 def rewrite(path, change):
@@ -202,7 +202,7 @@ def test_invalid_config_json(folder):
 
 def test_dummy_weights_need_a_config_alone(folder):
     (folder / SINGLE).unlink()
-    base = load_base(folder, device=CPU, load_format="dummy", dtype="bfloat16")
+    base = load_base(open_base(folder, load_format="dummy"), device=CPU, dtype="bfloat16")
     assert base.dtype == torch.bfloat16
     assert all(torch.isfinite(p).all() for p in base.causal_lm.parameters())
 
@@ -210,4 +210,4 @@ def test_dummy_weights_need_a_config_alone(folder):
 def test_dtypes(folder):
     assert load(folder).dtype == torch.float32
     with pytest.raises(ConfigError, match="bfloat16"):
-        load_base(folder, device=CPU, dtype="bf16")
+        load_base(open_base(folder), device=CPU, dtype="bf16")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.backends import get_backend
-from moelora.models.base_model import load_base
+from moelora.models.base_model import load_base, open_base
 from moelora.scoring.head import ScoringHead
 from tiny_models import VOCAB, save_model, tiny_config
 
@@ -49,7 +49,7 @@ def wide(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     config = tiny_config("qwen3", vocab_size=WIDE, num_hidden_layers=1, hidden_size=8, max_position_embeddings=8192)
     config.save_pretrained(folder)
-    return load_base(folder, device=torch.device("cpu"), dtype="bfloat16", load_format="dummy")
+    return load_base(open_base(folder, load_format="dummy"), device=torch.device("cpu"), dtype="bfloat16")
 
 
 def rows(count, hidden, seed=0):

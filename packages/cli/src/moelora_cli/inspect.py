@@ -117,11 +117,12 @@ def _catalogue(model: str) -> tuple[Catalogue, Any]:
     """The targets of a model and its dtype, from its config: the model is built without memory for weights."""
     import torch
 
-    from moelora.models.base_model import load_base
+    from moelora.models.base_model import open_base, resolve_dtype
     from moelora.models.catalogue import build_catalogue
 
-    base = load_base(model, device=torch.device("meta"), load_format="dummy")
-    return build_catalogue(base.causal_lm), base.dtype
+    source = open_base(model, load_format="dummy")
+    dtype = resolve_dtype("auto", source.config, torch.device("meta"))
+    return build_catalogue(source.skeleton()), dtype
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from moelora.capacity import EagerReason, PrefillCapacity
 from moelora.errors import AdapterError, ConfigError, RequestError, choose_from
 from moelora.graphs.base import GraphRunner
 from moelora.graphs.eager import EagerRunner
-from moelora.models.base_model import BaseModel, load_base
+from moelora.models.base_model import BaseModel, BaseSource, load_base, open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import is_experts_module, up_parameter
 from moelora.models.lora import install_lora
@@ -95,11 +95,13 @@ class PrefillEngine:
         self.options = options
         self._device = resolve_device(options.device)
         torch.manual_seed(options.seed)
-        say(f"loading base model {model}")
-        self._base = load_base(model, device=self._device, dtype=options.dtype, load_format=options.load_format)
-        self._catalogue = build_catalogue(self._base.causal_lm)
         self._backend = _choose_backend(options, self._device)
-        self._adapters = self._load_adapters(adapters or {}, say)
+        source = open_base(model, load_format=options.load_format)
+        self._catalogue = build_catalogue(source.skeleton())
+        # Adapters come first: a bad one is refused before minutes are spent on the base.
+        self._adapters = self._load_adapters(adapters or {}, source, say)
+        say(f"loading base model {model}")
+        self._base = load_base(source, device=self._device, dtype=options.dtype)
         self._capacity = self._plan_capacity()
         self._prepare_backend()
         self._bank = AdapterBank(
@@ -232,7 +234,10 @@ class PrefillEngine:
 
     # Construction.
 
-    def _load_adapters(self, paths: Mapping[str, str | Path], say: Callable[[str], None]) -> dict[str, Adapter]:
+    def _load_adapters(
+        self, paths: Mapping[str, str | Path], source: BaseSource, say: Callable[[str], None]
+    ) -> dict[str, Adapter]:
+        dtype = resolve_dtype(self.options.dtype, source.config, self._device)
         adapters = {}
         for name, path in paths.items():
             if name == BASE_ADAPTER or not name:
@@ -242,17 +247,11 @@ class PrefillEngine:
                 Path(path),
                 name=name,
                 catalogue=self._catalogue,
-                dtype=self._base.dtype,
-                base_weight=self._base_weight,
+                dtype=dtype,
+                base_weight=source.stored_tensor,
                 lora_b_layout=self.options.lora_b_layout,
             )
         return adapters
-
-    def _base_weight(self, name: str) -> torch.Tensor | None:
-        try:
-            return self._base.causal_lm.get_parameter(name).detach()
-        except AttributeError:
-            return None
 
     def _plan_capacity(self) -> PrefillCapacity:
         max_tokens = self.options.max_tokens or _DEFAULT_TOKENS[self._device.type]

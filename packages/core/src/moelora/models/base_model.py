@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -14,12 +15,43 @@ import torch
 from moelora.errors import CheckpointError, ConfigError, choose_from
 from moelora.models.architecture import Architecture, describe_architecture
 from moelora.models.attention import MASKED, PACKED, register_attention
-from moelora.models.checkpoint import INDEX, check_checkpoint, find_model_folder
+from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, find_model_folder
 from moelora.models.experts import EXPERTS, register_experts
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseSource:
+    """A base model before its weights are read: its folder, config, transformers class, and checked weight files.
+
+    files is None for dummy weights.
+    """
+
+    folder: Path
+    config: Any
+    architecture: Architecture
+    model_class: Any
+    files: CheckpointFiles | None
+
+    def skeleton(self) -> torch.nn.Module:
+        """The model without weights, on the meta device: enough to know what an adapter can target."""
+        with torch.device("meta"), _Quiet():
+            return self.model_class._from_config(copy.deepcopy(self.config))
+
+    def stored_tensor(self, name: str) -> torch.Tensor | None:
+        """The checkpoint's own tensor of that name, in its own dtype; None if no tensor has that name."""
+        if self.files is None:
+            return None
+        if name not in self.files.tensors:
+            # Tied heads are stored once, as the embedding.
+            tied = getattr(self.config.get_text_config(), "tie_word_embeddings", False)
+            if not (tied and name == "lm_head.weight"):
+                return None
+            name = "model.embed_tokens.weight"
+        return self.files.read(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +77,30 @@ class BaseModel:
         return self.config.get_text_config()
 
 
-def load_base(model: str | Path, *, device: torch.device, dtype: str = "auto", load_format: str = "auto") -> BaseModel:
-    """Loads a checkpoint folder or a cached repository; `load_format="dummy"` needs a config alone.
+def open_base(model: str | Path, *, load_format: str = "auto") -> BaseSource:
+    """Finds and checks a checkpoint folder or a cached repository; `load_format="dummy"` needs a config alone.
+
+    Reads headers, no weights. Raises `CheckpointError` for whatever could not be loaded.
+    """
+    folder = find_model_folder(model)
+    config = read_config(folder)
+    return BaseSource(
+        folder=folder,
+        config=config,
+        architecture=describe_architecture(config.get_text_config()),
+        model_class=_causal_class(config, folder),
+        files=None if load_format == "dummy" else check_checkpoint(folder),
+    )
+
+
+def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") -> BaseModel:
+    """Loads the weights onto `device`, or makes random ones where the source has no files.
 
     dtype "auto" is the checkpoint's own on an accelerator and float32 on the CPU, where it is both faster and closer to
     the truth. Raises `CheckpointError` or `ConfigError`; nothing is ever left at random values silently.
     """
-    folder = find_model_folder(model)
-    config = read_config(folder)
-    architecture = describe_architecture(config.get_text_config())
+    config, architecture, model_class = source.config, source.architecture, source.model_class
     torch_dtype = resolve_dtype(dtype, config, device)
-    model_class = _causal_class(config, folder)
     register_attention()
     register_experts()
     plugged: dict[str, Any] = {"attn_implementation": MASKED if architecture.needs_mask else PACKED}
@@ -63,13 +108,14 @@ def load_base(model: str | Path, *, device: torch.device, dtype: str = "auto", l
         raise CheckpointError(f"{model_class.__name__} takes no attention function; moelora cannot run it")
     if model_class._can_set_experts_implementation():
         plugged["experts_implementation"] = EXPERTS
-    if load_format == "dummy":
-        causal_lm, skipped = _random_model(model_class, config, device, torch_dtype, plugged), ()
+    skipped: set[str] = set()
+    if source.files is None:
+        causal_lm = _random_model(model_class, config, device, torch_dtype, plugged)
     else:
-        causal_lm, skipped = _load_weights(model_class, folder, config, torch_dtype, plugged)
+        causal_lm, skipped = _load_weights(source, source.files, torch_dtype, plugged)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
     return BaseModel(
-        folder=folder,
+        folder=source.folder,
         config=causal_lm.config,
         causal_lm=causal_lm,
         architecture=architecture,
@@ -124,14 +170,14 @@ def _causal_class(config: Any, folder: Path) -> Any:
 
 
 def _load_weights(
-    model_class: Any, folder: Path, config: Any, dtype: torch.dtype, plugged: dict[str, Any]
+    source: BaseSource, files: CheckpointFiles, dtype: torch.dtype, plugged: dict[str, Any]
 ) -> tuple[torch.nn.Module, set[str]]:
-    files = check_checkpoint(folder)
+    folder, config = source.folder, source.config
     if files.has_index:
         config.transformers_weights = INDEX  # else a stray model.safetensors beside the index would win
     with _Quiet():
         try:
-            causal_lm, info = model_class.from_pretrained(
+            causal_lm, info = source.model_class.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,

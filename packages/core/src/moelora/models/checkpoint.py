@@ -1,13 +1,18 @@
-"""Which files make up a base checkpoint, and whether they are whole. Reads headers and indices, never weights."""
+"""Which files make up a base checkpoint, and whether they are whole. Reads headers, and weights only one by one."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moelora.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,12 +23,23 @@ _MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """A whole checkpoint: its folder, its weight files, the names of its tensors, and whether an index names them."""
+    """A whole checkpoint: its folder, the file of every tensor, and whether an index names them."""
 
     folder: Path
-    files: tuple[Path, ...]
-    tensors: frozenset[str]
+    tensors: Mapping[str, Path]
     has_index: bool
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The weight files."""
+        return tuple(sorted(set(self.tensors.values())))
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, in its stored dtype, on the host."""
+        from safetensors import safe_open
+
+        with safe_open(self.tensors[name], framework="pt") as file:
+            return file.get_tensor(name)
 
     @property
     def nbytes(self) -> int:
@@ -65,8 +81,8 @@ def check_checkpoint(folder: Path) -> CheckpointFiles:
     if not index.exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(_no_weights(folder))
-        names = frozenset(read_header(folder / SINGLE))
-        return CheckpointFiles(folder=folder, files=(folder / SINGLE,), tensors=names, has_index=False)
+        tensors = dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
+        return CheckpointFiles(folder=folder, tensors=tensors, has_index=False)
     return _check_sharded(folder, _read_index(index))
 
 
@@ -108,9 +124,8 @@ def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
                 placed = weight_map.get(name)
                 where = f"the index places it in {placed}" if placed else "the index does not name it"
                 raise CheckpointError(f"unexpected copy of tensor {name} in {folder / shard}: {where}")
-    return CheckpointFiles(
-        folder=folder, files=tuple(folder / s for s in shards), tensors=frozenset(weight_map), has_index=True
-    )
+    tensors = {name: folder / shard for name, shard in weight_map.items()}
+    return CheckpointFiles(folder=folder, tensors=tensors, has_index=True)
 
 
 def read_header(path: Path) -> dict[str, dict]:
