@@ -14,7 +14,7 @@ def segments(lengths=LENGTHS):
     bounds = [0]
     for n in lengths:
         bounds.append(bounds[-1] + n)
-    return Segments(cu_seqlens_S1=torch.tensor(bounds, dtype=torch.int32), lengths=tuple(lengths))
+    return Segments(cu_seqlens_S1=torch.tensor(bounds, dtype=torch.int32), lengths=tuple(lengths), longest=max(lengths))
 
 
 def explicit(q, k, v, lengths, *, scale, window=None, sinks=None, softcap=None, mask=None):

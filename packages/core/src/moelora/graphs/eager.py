@@ -26,7 +26,7 @@ class EagerRunner(GraphRunner):
         context = ForwardContext(
             backend=self._backend,
             meta=self._backend.prepare_batch(batch, phase=self._phase),
-            segments=Segments(cu_seqlens_S1=batch.cu_seqlens_S1, lengths=batch.lengths),
+            segments=Segments.of(batch),
         )
         with forward_context(context):
             output = self._base.body(

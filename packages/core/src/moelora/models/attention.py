@@ -54,17 +54,18 @@ def moelora_attention(
     assert dropout == 0.0, "the model is not in evaluation mode"
     context = current_context()
     assert context.segments is not None, "attention outside the body of the model"
-    out = context.backend.attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        context.segments,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        sinks=s_aux,
-        softcap=softcap,
-        mask=attention_mask,
-    )
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    options = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "window": sliding_window,
+        "sinks": s_aux,
+        "softcap": softcap,
+        "mask": attention_mask,
+    }
+    if context.attention_break is not None:
+        out = context.attention_break.attend(context.backend, q_THD, k_THD, v_THD, options)
+    else:
+        out = context.backend.attention(q_THD, k_THD, v_THD, context.segments, **options)
     return out.unsqueeze(0), None
 
 
@@ -87,6 +88,7 @@ def reference_attention(
     mask: `[1, 1 or Hq, T, T]`, boolean (True sees) or additive; it is intersected with segment, causality and window.
     Returns `[T, Hq, Dv]` in q's dtype; rows behind the last boundary are zero.
     """
+    assert segments.lengths is not None, "the reference attention reads lengths on the host; it cannot be captured"
     out_THD = torch.zeros(q_THD.shape[0], q_THD.shape[1], v_THD.shape[2], dtype=q_THD.dtype, device=q_THD.device)
     begin = 0
     for length in segments.lengths:

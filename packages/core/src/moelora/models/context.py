@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
     from moelora.backends.base import Backend, LoraMetadata
+    from moelora.types import PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
     """Where each sequence of the packed row begins and ends.
 
-    cu_seqlens_S1: int32 on the device. lengths: the same on the host. Rows behind the last boundary are padding.
+    cu_seqlens_S1: int32 on the device. lengths: the same on the host, or None inside a captured graph, where nothing
+    may depend on them. longest: no sequence has more tokens; exact on live lengths, the bucket inside a graph. Rows
+    behind the last boundary are padding.
     """
 
     cu_seqlens_S1: torch.Tensor
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    longest: int
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence; at least 1."""
-        return max(self.lengths, default=1)
+    @staticmethod
+    def of(batch: PackedBatch) -> Segments:
+        """The live segments of a batch."""
+        return Segments(cu_seqlens_S1=batch.cu_seqlens_S1, lengths=batch.lengths, longest=max(batch.lengths))
+
+
+class AttentionBreak(ABC):
+    """Where a breakable graph ends: takes over each attention of the forward that is being captured."""
+
+    @abstractmethod
+    def attend(
+        self, backend: Backend, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Runs `backend.attention(q, k, v, live segments, **options)` outside the graph, now and at every replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """What one forward needs besides its inputs. `segments` is None while the scoring head runs on loose rows."""
+    """What one forward needs besides its inputs.
+
+    segments: None while the scoring head runs on loose rows. attention_break: set while a breakable graph is captured.
+    """
 
     backend: Backend
     meta: LoraMetadata
     segments: Segments | None
+    attention_break: AttentionBreak | None = None
 
 
 _current: ForwardContext | None = None
