@@ -101,6 +101,15 @@ def parse_all_experts(module: str) -> ExpertName | None:
     return ExpertName(path, -1, part)
 
 
+def unwrapped(module: str) -> tuple[str, int]:
+    """Strips the `.base_layer` levels of nested parameter wrappers; returns the module and how many there were."""
+    depth = 0
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+        depth += 1
+    return module, depth
+
+
 def canonical(name: str) -> str:
     """Brings the spellings of one module into one form. Applied to names of files and of models alike.
 
