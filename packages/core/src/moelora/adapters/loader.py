@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from moelora.adapters.base import Adapter, Catalogue, Factors, TargetSummary
+from moelora.adapters.base import Adapter, Catalogue, Factors, TargetKind, TargetSummary
 from moelora.adapters.config import LORA_B_LAYOUTS, AdapterConfig, read_config
 from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_headers
 from moelora.adapters.layouts.base import Context, Plan
@@ -94,7 +94,8 @@ def load_adapter(
     with TensorReader() as reader:
         loading = _Loading(file, reader, dtype)
         factors = {plan.target.name: loading.factors(plan) for plan in planned.plans}
-        replacements, notes = _load_wholes(planned, loading, base_weight, catalogue)
+        replacements, notes = _load_wholes(planned, loading, base_weight)
+        _follow_tied(replacements, factors, context, file.path)
     return Adapter(
         name=name,
         path=file.path,
@@ -191,7 +192,7 @@ class _Loading:
 
 
 def _load_wholes(
-    planned: Planned, loading: _Loading, base_weight: BaseWeight | None, catalogue: Catalogue
+    planned: Planned, loading: _Loading, base_weight: BaseWeight | None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     replacements: dict[str, torch.Tensor] = {}
     notes: list[str] = []
@@ -208,6 +209,26 @@ def _load_wholes(
                 f"tensor {whole.info.name!r} is taken for a copy of the base model's and ignored, not compared"
             )
     return replacements, notes
+
+
+def _follow_tied(
+    replacements: dict[str, torch.Tensor], factors: Mapping[str, Factors], context: Context, path: Path
+) -> None:
+    """An embedding that was trained with its model, not under `modules_to_save`, takes a tied head with it.
+
+    PEFT loads such a tensor into the base's own embedding, which a tied head shares. Under `modules_to_save` it trains
+    a copy, and the head keeps the base's weight unless the file holds one for it.
+    """
+    catalogue = context.resolver.catalogue
+    head = context.resolver.target("lm_head")
+    embedding = next((t.name for t in catalogue if t.kind is TargetKind.EMBEDDING and t.name in replacements), None)
+    if not catalogue.tied_lm_head or head is None or embedding is None or head.name in replacements:
+        return
+    if any(embedding.endswith(listed) for listed in context.config.modules_to_save):
+        return
+    if head.name in factors:
+        raise AdapterError(f"{path}: holds {embedding} in full and factors for {head.name}, which is tied to it")
+    replacements[head.name] = replacements[embedding]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
