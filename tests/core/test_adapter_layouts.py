@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapter_writers import PREFIX, AdapterWriter, catalogue_of, delta_of
-from moelora.adapters.base import Adapter, Catalogue
+from moelora.adapters.base import Adapter, Catalogue, Target, TargetKind
 from moelora.adapters.loader import load_adapter
 from moelora.errors import AdapterError
 
@@ -365,3 +366,22 @@ def test_experts_without_a_gate(tmp_path: Path) -> None:
 def test_experts_outside_an_mlp_module(tmp_path: Path) -> None:
     writer = AdapterWriter(catalogue_of("gemma4_text"))
     check(writer.per_expert("model.layers.1.experts").dense("model.layers.1.router.proj"), tmp_path)
+
+
+def test_experts_as_separate_linear_layers(tmp_path: Path) -> None:
+    """A model whose experts are modules of their own takes per-expert factors one by one."""
+    fused = catalogue_of("qwen3_moe")
+    shapes = {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}
+    separate = {
+        name: Target(name=name, kind=TargetKind.LINEAR, in_features=into, out_features=out, shape=(out, into))
+        for part, (out, into) in shapes.items()
+        for expert in range(2)
+        if (name := f"{EXPERTS}.{expert}.{part}_proj")
+    }
+    writer = AdapterWriter(replace(fused, targets=separate)).dense(*separate)
+    adapter = check(writer, tmp_path / "a")
+    assert set(adapter.factors) == set(separate)
+    renamed = AdapterWriter(writer.catalogue).dense(
+        f"{EXPERTS}.1.gate_proj", module="model.language_model.layers.1.mlp.experts.1.w1"
+    )
+    check(renamed, tmp_path / "b")
