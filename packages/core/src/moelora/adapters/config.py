@@ -127,6 +127,8 @@ def parse_config(raw: Mapping[str, Any]) -> AdapterConfig:
         fields.refuse("bias", "it replaces biases of the base model; valid: 'none'")
     if fields.flag("fan_in_fan_out"):
         fields.note("fan_in_fan_out is ignored: it has no meaning for linear layers")
+    if raw.get("lora_alpha") == 0:
+        fields.note("lora_alpha is 0: the low-rank factors change nothing")
     for key, reason in _REFUSED.items():
         if not _is_unset(raw.get(key)):
             fields.refuse(key, reason)

@@ -101,6 +101,15 @@ def parse_all_experts(module: str) -> ExpertName | None:
     return ExpertName(path, -1, part)
 
 
+def unwrapped(module: str) -> tuple[str, int]:
+    """Strips the `.base_layer` levels of nested parameter wrappers; returns the module and how many there were."""
+    depth = 0
+    while module.endswith(".base_layer"):
+        module = module.removesuffix(".base_layer")
+        depth += 1
+    return module, depth
+
+
 def canonical(name: str) -> str:
     """Brings the spellings of one module into one form. Applied to names of files and of models alike.
 
@@ -141,6 +150,7 @@ class Resolver:
                 experts[canonical(target.name.rpartition(".")[0])].append(target)
         self._aliases = {alias: found[0] for alias, found in aliases.items() if len(found) == 1}
         self._experts = dict(experts)
+        self._experts_by_path: dict[str, list[Target]] = {}
 
     def target(self, module: str) -> Target | None:
         """The target that a module name of the file means, or None."""
@@ -148,11 +158,13 @@ class Resolver:
 
     def experts(self, path: str) -> list[Target]:
         """The 3-D parameters of the experts module that `path` means, in registration order; empty if there is none."""
-        found = self._experts.get(canonical(path), [])
-        modules = {target.name.rpartition(".")[0] for target in found}
-        if len(modules) > 1:
-            return [target for target in found if target.name.rpartition(".")[0] == path]
-        return found
+        known = self._experts_by_path.get(path)
+        if known is None:
+            known = self._experts.get(canonical(path), [])
+            if len({target.name.rpartition(".")[0] for target in known}) > 1:
+                known = [target for target in known if target.name.rpartition(".")[0] == path]
+            self._experts_by_path[path] = known
+        return known
 
     def parameter_name(self, name: str) -> str:
         """The model's name for a parameter of the file, such as `model.norm.weight`, where its module is known."""

@@ -24,6 +24,7 @@ from moelora.adapters.names import (
     parse_expert,
     parse_key,
     shortened,
+    unwrapped,
 )
 
 _A_ROLES = {Role.A: Role.B, Role.EMBEDDING_A: Role.EMBEDDING_B}
@@ -129,7 +130,7 @@ class _Planner:
         if expert is not None and resolver.experts(expert.path):
             self.per_expert[expert.path].append((expert, pair))
             return
-        path, depth = _unwrapped(module)
+        path, depth = unwrapped(module)
         if path.rpartition(".")[2] == "experts" and resolver.experts(path):
             self.wrappers[path][depth] = pair
             return
@@ -229,11 +230,3 @@ def explain_unmatched(planned: Planned, total: int, context: Context) -> str:
         f"{shortened(planned.unmatched)}.{beyond} The model has, for example, "
         f"{', '.join(context.resolver.samples())}"
     )
-
-
-def _unwrapped(module: str) -> tuple[str, int]:
-    depth = 0
-    while module.endswith(".base_layer"):
-        module = module[: -len(".base_layer")]
-        depth += 1
-    return module, depth

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moelora.adapters.names import Resolver
 
 Read = Callable[["TensorInfo"], "torch.Tensor"]
-"""Reads a tensor of the file in fp32."""
+"""Reads a tensor of the file in its stored dtype; to be copied into fp32 before any arithmetic, never written to."""
 
 
 class Refused(Exception):  # noqa: N818 - it never leaves the package; the loader turns it into an AdapterError
@@ -56,8 +56,9 @@ class Context:
 class Plan:
     """How one target gets its factors.
 
-    fill(read, a, b) writes A and the scaled B into zeroed fp32 tensors of `a_shape` and `b_shape`. sources: every
-    tensor that `fill` reads. ranks, scales: as configured, without repetition.
+    fill(read, a, b) writes A and the scaled B into zeroed fp32 tensors of `a_shape` and `b_shape`. It copies what it
+    reads before it scales, so that the scale acts in fp32. sources: every tensor that `fill` reads. ranks, scales: as
+    configured, without repetition.
     """
 
     target: Target

@@ -111,7 +111,7 @@ def plan_joined(target: Target, pairs: Mapping[str, Pair], context: Context) -> 
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
         for pair, rows, columns, scale in pieces:
             a[columns] = read(pair.a)
-            b[rows, columns] = read(pair.b).mul(scale)
+            b[rows, columns].copy_(read(pair.b)).mul_(scale)
 
     plan = Plan(
         target=target,

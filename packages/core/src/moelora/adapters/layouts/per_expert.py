@@ -84,12 +84,19 @@ def _plan_target(target: Target, pieces: Sequence[_Piece], layout: str) -> Plan:
         raise Refused(f"{target.name}: given both as a fused gate_up projection and as gate or up")
     starts = _starts(widths)
     rank = sum(widths.values())
+    scales = distinct(piece.scale for piece in pieces)
+    common_scale = scales[0] if len(scales) == 1 else None
 
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
         for piece in pieces:
             columns = slice(starts[piece.part], starts[piece.part] + piece.rank)
             a[piece.expert, columns] = read(piece.pair.a)
-            b[piece.expert, part_rows(target, piece.part), columns] = read(piece.pair.b).mul(piece.scale)
+            rows = b[piece.expert, part_rows(target, piece.part), columns]
+            rows.copy_(read(piece.pair.b))
+            if common_scale is None:
+                rows.mul_(piece.scale)
+        if common_scale is not None:  # one pass instead of one per expert
+            b.mul_(common_scale)
 
     return Plan(
         target=target,
@@ -99,7 +106,7 @@ def _plan_target(target: Target, pieces: Sequence[_Piece], layout: str) -> Plan:
         fill=fill,
         sources=tuple(info for piece in pieces for info in (piece.pair.a, piece.pair.b)),
         ranks=distinct_ranks(piece.rank for piece in pieces),
-        scales=distinct(piece.scale for piece in pieces),
+        scales=scales,
     )
 
 

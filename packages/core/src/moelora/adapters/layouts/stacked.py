@@ -76,7 +76,7 @@ def _plan_target(target: Target, pieces: Sequence[_Piece]) -> Plan:
         for piece in ordered:
             columns = slice(start, start + piece.rank)
             a[:, columns] = read(piece.pair.a)
-            b[:, part_rows(target, piece.part), columns] = read(piece.pair.b).mul(piece.scale)
+            b[:, part_rows(target, piece.part), columns].copy_(read(piece.pair.b)).mul_(piece.scale)
             start += piece.rank
 
     shared = any(1 in (piece.pair.a.shape[0], piece.pair.b.shape[0]) for piece in ordered)

@@ -56,8 +56,9 @@ def plan_copy(info: TensorInfo, name: str, context: Context) -> Whole | None:
         return None
     if leaf == "weight":
         _check_shape(info, target)
+    # A bias beside the weight may have been trained; a weight under an adapted layer cannot have been.
     reason = f"is a copy of {target.name} that differs from the base model's: the adapter was trained on another base"
-    return Whole(info=info, parameter=f"{target.name}.{leaf}", otherwise=reason)
+    return Whole(info=info, parameter=f"{target.name}.{leaf}", otherwise=reason, needs_base=leaf != "weight")
 
 
 def _check_shape(info: TensorInfo, target: Target) -> None:
