@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from moelora_kernels.ops.csgmv import csgmv_chunk_rows, order_rows
-from moelora_kernels.ops.dense_lora import RowTiles, cut_tiles, make_tile_list
 
 from moelora.backends.base import DenseSlots
+from moelora_kernels.ops.csgmv import csgmv_chunk_rows, order_rows
+from moelora_kernels.ops.dense_lora import RowTiles, cut_tiles, make_tile_list
 
 DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -6,8 +6,8 @@ however they are scattered: many short requests over few adapters.
 
 Whether the LoRA kernels run is read from the handle. `has_lora` True: they do. False on an eager handle: they do not,
 and an all-base batch costs what the base costs. False on a bucket's handle as `prepare_batch` made it: they do, since a
-graph captured from base rows must serve adapters later. Where a handle was made for adapter rows and `has_lora` was then
-replaced by False, they do not: that is how the variant of a graph without LoRA is captured.
+graph captured from base rows must serve adapters later. Where a handle was made for adapter rows and `has_lora` was
+then replaced by False, they do not: that is how the variant of a graph without LoRA is captured.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ _GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
 class _Handle:
     """What a handle carries beside its public fields. `prepared_lora`: whether the batch had adapter rows.
 
-    `static`: its buffers are those of the phase, which a graph may bake in; else they are the handle's own. `loose`: for
-    rows outside every phase. num_live_1: int32, tokens before the padding. order_T: tokens by slot, for the experts.
+    `static`: its buffers are those of the phase, which a graph may bake in; else they are the handle's own.
+    num_live_1: int32, tokens before the padding. order_T: tokens by slot, for the experts.
     """
 
     phase: Phase
     rows: RowTiles
     prepared_lora: bool
     static: bool = False
-    loose: bool = False
     scratch: torch.Tensor | None = None
     num_live_1: torch.Tensor | None = None
     order_T: torch.Tensor | None = None
@@ -158,7 +157,7 @@ class _TiledBackend(Backend):
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
         rows = self._loose_rows(row_slot_N, has_lora)
-        handle = _Handle(phase=Phase.PREFILL, rows=rows, prepared_lora=has_lora, loose=True)
+        handle = _Handle(phase=Phase.PREFILL, rows=rows, prepared_lora=has_lora)
         return LoraMetadata(phase=Phase.PREFILL, token_slot_T=row_slot_N, has_lora=has_lora, private=handle)
 
     def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
@@ -192,11 +191,11 @@ class _TiledBackend(Backend):
         down_slots: ExpertSlots | None,
         meta: LoraMetadata,
     ) -> torch.Tensor:
-        from moelora_kernels.ops.experts import experts_lora
-
         handle = self._handle(meta)
         if meta.phase not in self._moe:
             raise PhaseError(f"phase {meta.phase} has no expert buffers; call init_moe_buffers for it first")
+        from moelora_kernels.ops.experts import experts_lora
+
         return experts_lora(
             x_TH,
             expert_ids_TK,
@@ -288,9 +287,7 @@ class _TiledBackend(Backend):
 class TritonBackend(_TiledBackend):
     """Tiles over runs of neighbouring rows."""
 
-    capabilities = Capabilities(
-        name="triton", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK
-    )
+    capabilities = Capabilities(name="triton", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
 
     @staticmethod
     def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
@@ -310,9 +307,7 @@ class TritonBackend(_TiledBackend):
 class CsgmvBackend(_TiledBackend):
     """Chunks over rows ordered by slot."""
 
-    capabilities = Capabilities(
-        name="csgmv", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK
-    )
+    capabilities = Capabilities(name="csgmv", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
 
     @staticmethod
     def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:

@@ -1,1 +1,1 @@
-"""The operations, one folder each: `naive.py` is the ground truth, `kernel.py` the Triton code, `__init__.py` the launch."""
+"""The operations, one folder each: `naive.py` is the truth, `kernel.py` the Triton code, `__init__.py` the launch."""

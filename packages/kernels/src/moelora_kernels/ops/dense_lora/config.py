@@ -33,11 +33,26 @@ def pick_config(dtype: torch.dtype, tile_rows: int, max_rank: int) -> DenseConfi
     """Blocks for tiles of `tile_rows` rows and a bank whose largest rank is `max_rank`."""
     block_m = power_of_two(tile_rows, least=16)
     rank = power_of_two(max_rank, least=16)
+    # 128 rows over 4 warps would spill.
+    warps = 8 if block_m >= 128 else 4
     if dtype == torch.float32:
         # IEEE products run on the scalar units: small blocks keep the operands in registers.
         return DenseConfig(
-            block_m=block_m, block_k=32, shrink_block_r=min(rank, 32), expand_block_r=16, block_n=64, shrink_stages=2
+            block_m=block_m,
+            block_k=32,
+            shrink_block_r=min(rank, 32),
+            expand_block_r=16,
+            block_n=64,
+            shrink_warps=warps,
+            shrink_stages=2,
+            expand_warps=warps,
         )
     return DenseConfig(
-        block_m=block_m, block_k=128, shrink_block_r=min(rank, 64), expand_block_r=min(rank, 32), block_n=128
+        block_m=block_m,
+        block_k=128,
+        shrink_block_r=min(rank, 64),
+        expand_block_r=min(rank, 32),
+        block_n=64,
+        shrink_warps=warps,
+        expand_warps=warps,
     )

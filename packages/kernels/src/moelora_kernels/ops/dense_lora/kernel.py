@@ -9,6 +9,7 @@ in ascending order, whatever the tile; there are no atomics and K is never split
 M rows of a tile, K input width, N output width, R rank. Prefixes: p_ pointer, i_ index, o_ offsets, m_ mask, b_ block.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton

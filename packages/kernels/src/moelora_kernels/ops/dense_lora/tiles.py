@@ -76,7 +76,8 @@ def pick_tile_rows(tokens: int) -> int:
     """Rows of a tile, a multiple of 16 that depends on the bucket alone.
 
     Memory traffic is the cost, so a tile should be large enough to reuse its factors (64 rows of 128 columns move
-    32 KB for 4 KB of B at rank 16) and small enough to fill the device. The order of accumulation does not depend on it.
+    32 KB for 4 KB of B at rank 16) and small enough to fill the device. The order of accumulation does not depend on
+    it.
     """
     for rows, least in ((64, 4096), (32, 1024)):
         if tokens >= least:

@@ -33,7 +33,8 @@ def gated_activation(
 
     Rounding: "silu", "gelu_tanh", "gelu" compute the activation in fp32, round it to the model's dtype, multiply,
     round. "gpt_oss" (clamp at `limit`, slope `alpha`) rounds after every step of the module: alpha · gate, sigmoid,
-    gate · sigmoid, up + 1, product. NaN stays NaN. A row's bits depend on the row alone. Raises `ConfigError` for what has no kernel.
+    gate · sigmoid, up + 1, product. NaN stays NaN. A row's bits depend on the row alone. Raises `ConfigError` for what
+    has no kernel.
     """
     if kind not in KINDS:
         raise ConfigError(choose_from("gated activation", kind, KINDS))

@@ -1,5 +1,6 @@
-"""Triton kernel of gated activations. P rows, I columns; every element stands alone."""
+"""Triton kernel of gated activations. P rows, I columns (`width`); every element stands alone."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton
@@ -13,7 +14,7 @@ def _sigmoid(b_x):
 
 @triton.jit
 def gated_activation_kernel(
-    p_gate, p_up, p_out, rows, I, blocks,
+    p_gate, p_up, p_out, rows, width, blocks,
     stride_gp, stride_gi, stride_up, stride_ui, limit, alpha,
     KIND: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -21,7 +22,7 @@ def gated_activation_kernel(
     i_work = tl.program_id(0).to(tl.int64)
     o_p = i_work // blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     o_i = (i_work % blocks).to(tl.int32) * BLOCK_I + tl.arange(0, BLOCK_I)
-    m_pi = (o_p < rows)[:, None] & (o_i < I)[None, :]
+    m_pi = (o_p < rows)[:, None] & (o_i < width)[None, :]
     b_gate = tl.load(p_gate + o_p[:, None] * stride_gp + o_i[None, :] * stride_gi, mask=m_pi, other=0.0)
     b_up = tl.load(p_up + o_p[:, None] * stride_up + o_i[None, :] * stride_ui, mask=m_pi, other=0.0)
     dtype = b_gate.dtype
@@ -43,4 +44,4 @@ def gated_activation_kernel(
         else:
             b_act = 0.5 * b_gate * (1.0 + tl.erf(b_gate * 0.7071067811865476))
         b_act = b_act.to(dtype).to(tl.float32)
-    tl.store(p_out + o_p[:, None] * I + o_i[None, :], (b_act * b_up).to(dtype), mask=m_pi)
+    tl.store(p_out + o_p[:, None] * width + o_i[None, :], (b_act * b_up).to(dtype), mask=m_pi)

@@ -4,6 +4,7 @@ M rows, N output width, K input width. Every element is one sum over K in blocks
 program: K is never split, and neither the tile nor the place of a row in it has a say in its bits.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import triton

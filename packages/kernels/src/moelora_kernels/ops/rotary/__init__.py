@@ -31,9 +31,9 @@ def rotary(
     (DeepSeek). `inplace` overwrites q and k and returns them.
 
     Rounding: with `wide=False` every product is rounded to the model's dtype and then the sum, as torch does when cos
-    and sin are in that dtype; with `wide=True` everything is fp32 and only the result is rounded (Cohere, or cos and sin
-    in fp32 with the result cast back). fp32 multiplies and adds separately, as torch does. A token's bits depend on
-    the token alone. Raises `ConfigError` for what has no kernel.
+    and sin are in that dtype; with `wide=True` everything is fp32 and only the result is rounded (Cohere, or cos and
+    sin in fp32 with the result cast back). fp32 multiplies and adds separately, as torch does. A token's bits depend
+    on the token alone. Raises `ConfigError` for what has no kernel.
     """
     if layout not in LAYOUTS:
         raise ConfigError(choose_from("rotary layout", layout, LAYOUTS))
@@ -43,7 +43,7 @@ def rotary(
         require_dtype("rotary", q_THD, cos_TP, sin_TP)
     tokens, _, size = q_THD.shape
     pairs = cos_TP.shape[1]
-    assert k_THD.shape[0] == tokens and k_THD.shape[2] == size, f"q {tuple(q_THD.shape)}, k {tuple(k_THD.shape)}"
+    assert (k_THD.shape[0], k_THD.shape[2]) == (tokens, size), f"q {tuple(q_THD.shape)}, k {tuple(k_THD.shape)}"
     assert cos_TP.shape == sin_TP.shape == (tokens, pairs), f"cos {tuple(cos_TP.shape)}, sin {tuple(sin_TP.shape)}"
     require(2 * pairs <= size <= 1024, f"rotary: {pairs} pairs in heads of {size}", "the module's own function")
     for name, tensor in (("q", q_THD), ("k", k_THD)):

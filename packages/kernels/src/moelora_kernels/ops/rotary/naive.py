@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 LAYOUTS = ("half", "interleaved", "interleaved_to_half")
-"""Which two elements form a pair: (i, i + n/2), or (2i, 2i + 1); the last stores pairs of the second kind as the first."""
+"""Which elements form a pair: (i, i + n/2), or (2i, 2i + 1); the last stores pairs of the second kind as the first."""
 
 
 def naive_rotary(
@@ -14,7 +14,9 @@ def naive_rotary(
     """Rotates the first 2·P of D elements of every head; P angles per token. See `rotary` for the rounding."""
     pairs = cos_TP.shape[-1]
     turned, rest = x_THD[..., : 2 * pairs], x_THD[..., 2 * pairs :]
-    first, second = (turned[..., :pairs], turned[..., pairs:]) if layout == "half" else (turned[..., ::2], turned[..., 1::2])
+    first, second = (
+        (turned[..., :pairs], turned[..., pairs:]) if layout == "half" else (turned[..., ::2], turned[..., 1::2])
+    )
     cos, sin = cos_TP[:, None], sin_TP[:, None]
     if wide:
         first, second, cos, sin = first.float(), second.float(), cos.float(), sin.float()
