@@ -123,7 +123,7 @@ def embedding_lora(
     gather_kernel[(programs(out_TN.device, rows.tiles.capacity, 8),)](
         ids_T.contiguous(), y_TR, slots.a_LRI, slots.ranks_L,
         rank, slots.a_LRI.shape[2], y_TR.shape[1], *_tile_arguments(rows), y_TR.stride(0),
-        GATHER=rows.perm_T is not None, BLOCK_M=config.block_m, BLOCK_R=config.expand_block_r,
+        GATHER=rows.perm_T is not None, BLOCK_M=config.block_m, BLOCK_R=16,
     )  # fmt: skip
     _expand(y_TR, [out_TN], [slots], rows, config)
 
@@ -143,7 +143,6 @@ def _fused(
     four = _four(slots)
     # Four accumulators of 64 ranks would spill; fewer ranks a pass read x again, from cache.
     block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
-    assert block_r % config.expand_block_r == 0, "expand would read columns that shrink leaves unwritten"
     shrink_kernel[(programs(x_TK.device, rows.tiles.capacity, config.shrink_programs),)](
         x_TK, y_TR, *(one.a_LRI for one in four), *(one.ranks_L for one in four),
         *(one.a_LRI.shape[1] for one in four), *_column_ends(slots),
@@ -163,17 +162,30 @@ def _expand(
     config: DenseConfig,
 ) -> None:
     four, outs = _four(slots), _four(outs_TN)
-    blocks = [-(-out.shape[1] // config.block_n) for out in outs]
-    work = rows.tiles.capacity * sum(blocks[: len(slots)])
+    group, work = _column_groups([out.shape[1] for out in outs_TN], rows, config)
     require(work < INT32_LIMIT, f"dense_lora: {work} pieces of work", "a smaller max_tokens")
+    max_rank = max(one.b_LOR.shape[2] for one in slots)
     expand_kernel[(programs(y_TR.device, work, config.expand_programs),)](
         y_TR, *(one.b_LOR for one in four), *outs, *(one.ranks_L for one in four),
         *(one.b_LOR.shape[2] for one in four), *(out.shape[1] for out in outs), *(out.stride(0) for out in outs),
-        *_column_ends(slots), *blocks, *_tile_arguments(rows), y_TR.stride(0),
+        *_column_ends(slots)[:3], *_tile_arguments(rows), y_TR.stride(0), group,
         NUM=len(slots), GATHER=rows.perm_T is not None,
+        ONE_BLOCK=max_rank <= config.expand_block_r, STAGES=config.expand_stages,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=config.expand_block_r,
-        num_warps=config.expand_warps, num_stages=1,
+        num_warps=config.expand_warps,
     )  # fmt: skip
+
+
+def _column_groups(widths: Sequence[int], rows: RowTiles, config: DenseConfig) -> tuple[int, int]:
+    """Blocks of columns that one piece of work walks over, and the pieces that the list can give at most.
+
+    Long walks hide memory latency; short ones give small batches enough programs. Bits do not depend on it.
+    """
+    blocks = [-(-width // config.block_n) for width in widths]
+    group = config.expand_group
+    while group > 1 and rows.tiles.capacity * sum(-(-count // group) for count in blocks) < 1024:
+        group //= 2
+    return group, rows.tiles.capacity * sum(-(-count // group) for count in blocks)
 
 
 def _tile_arguments(rows: RowTiles) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,10 @@ from moelora_kernels.launch import power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseConfig:
-    """Blocks of shrink and expand. `*_programs`: programs per multiprocessor of the persistent grids."""
+    """Blocks of shrink and expand. `*_programs`: programs per multiprocessor of the persistent grids.
+
+    `expand_group`: blocks of columns that one piece of expand's work walks over, at most.
+    """
 
     block_m: int
     block_k: int
@@ -26,7 +29,9 @@ class DenseConfig:
     shrink_stages: int = 3
     shrink_programs: int = 2
     expand_warps: int = 4
-    expand_programs: int = 8
+    expand_stages: int = 3
+    expand_programs: int = 4
+    expand_group: int = 16
 
 
 def pick_config(dtype: torch.dtype, tile_rows: int, max_rank: int) -> DenseConfig:
@@ -51,8 +56,11 @@ def pick_config(dtype: torch.dtype, tile_rows: int, max_rank: int) -> DenseConfi
         block_m=block_m,
         block_k=128,
         shrink_block_r=min(rank, 64),
-        expand_block_r=min(rank, 32),
+        expand_block_r=min(rank, 64),
         block_n=64,
         shrink_warps=warps,
+        # Small tiles carry few bytes: more of them under way hide the latency of memory.
+        shrink_stages=6 if block_m <= 32 and rank <= 32 else 4 if rank <= 32 else 3,
         expand_warps=warps,
+        expand_programs=3,
     )

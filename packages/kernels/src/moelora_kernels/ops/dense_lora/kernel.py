@@ -134,27 +134,47 @@ def gather_kernel(
 
 
 @triton.jit
-def _expand_block(
-    p_y, p_b, p_out, rank, o_y, o_t, m_m, i_slot, i_n, R, width, N, stride_y, stride_out,
+def _expand_columns(
+    p_y, p_b, p_out, rank, o_y, o_t, m_m, i_slot, i_first, i_last, R, N, stride_y, stride_out,
+    ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] += y[M, R] B[N, R]ᵀ for one block of columns of one projection."""
-    if rank > 0:
-        o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_n = o_n < N
-        p_o = p_out + o_t[:, None] * stride_out + o_n[None, :]
-        m_o = m_m[:, None] & m_n[None, :]
-        # Read before the products, so that the trip to memory overlaps them.
-        b_out = tl.load(p_o, mask=m_o, other=0.0)
-        b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for i_r in range(0, rank, BLOCK_R):
-            o_r = i_r + tl.arange(0, BLOCK_R)
-            m_y = m_m[:, None] & (o_r < width)[None, :]
-            b_y = tl.load(p_y + o_y[:, None] * stride_y + o_r[None, :], mask=m_y, other=0.0)
-            o_b = o_n[:, None] * R + o_r[None, :]
-            b_b = tl.load(p_b + i_slot * N * R + o_b, mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
+    """out[M, N] += y[M, R] B[N, R]ᵀ for the blocks of columns [i_first, i_last) of one projection.
+
+    ONE_BLOCK: the bank's ranks fit into one block. Then y stays in registers, and the loop over columns has no loop
+    inside, so that the compiler fetches the next blocks of out and B while it works on this one.
+    """
+    o_r = tl.arange(0, BLOCK_R)
+    # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
+    written = tl.cdiv(rank, 16) * 16
+    p_y_m = p_y + o_y[:, None] * stride_y + o_r[None, :]
+    p_b_r = p_b + i_slot * N * R + o_r[None, :]
+    p_out_m = p_out + o_t[:, None] * stride_out
+    if ONE_BLOCK:
+        b_y = tl.load(p_y_m, mask=m_m[:, None] & (o_r < written)[None, :], other=0.0)
+        for i_n in tl.range(i_first, i_last, num_stages=STAGES):
+            o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m_n = o_n < N
+            m_o = m_m[:, None] & m_n[None, :]
+            b_out = tl.load(p_out_m + o_n[None, :], mask=m_o, other=0.0)
+            b_b = tl.load(p_b_r + o_n[:, None] * R, mask=m_n[:, None] & (o_r < R)[None, :], other=0.0)
+            b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             b_acc = dot(b_y, tl.trans(b_b.to(b_y.dtype)), b_acc)
-        tl.store(p_o, (b_out.to(tl.float32) + b_acc).to(p_out.dtype.element_ty), mask=m_o)
+            tl.store(p_out_m + o_n[None, :], (b_out.to(tl.float32) + b_acc).to(p_out.dtype.element_ty), mask=m_o)
+    else:
+        for i_n in range(i_first, i_last):
+            o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            m_n = o_n < N
+            m_o = m_m[:, None] & m_n[None, :]
+            # Read before the products, so that the trip to memory overlaps them.
+            b_out = tl.load(p_out_m + o_n[None, :], mask=m_o, other=0.0)
+            b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for i_r in range(0, rank, BLOCK_R):
+                b_y = tl.load(p_y_m + i_r, mask=m_m[:, None] & (o_r < written - i_r)[None, :], other=0.0)
+                m_b = m_n[:, None] & (o_r < R - i_r)[None, :]
+                b_b = tl.load(p_b_r + o_n[:, None] * R + i_r, mask=m_b, other=0.0)
+                b_acc = dot(b_y, tl.trans(b_b.to(b_y.dtype)), b_acc)
+            tl.store(p_out_m + o_n[None, :], (b_out.to(tl.float32) + b_acc).to(p_out.dtype.element_ty), mask=m_o)
 
 
 @triton.jit
@@ -166,52 +186,66 @@ def expand_kernel(
     R0, R1, R2, R3,
     N0, N1, N2, N3,
     stride_out0, stride_out1, stride_out2, stride_out3,
-    o_y1, o_y2, o_y3, o_y4,
-    blocks0, blocks1, blocks2, blocks3,
+    o_y1, o_y2, o_y3,
     p_count, p_start, p_rows, p_slot, p_perm,
-    stride_y,
-    NUM: tl.constexpr, GATHER: tl.constexpr,
+    stride_y, group,
+    NUM: tl.constexpr, GATHER: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out += B y for up to four projections, in place. p_b*: [L, N*, R*]; blocks*: blocks of columns of each output.
+    """out += B y for up to four projections, in place. p_b*: [L, N*, R*].
 
-    A piece of work is one tile by one block of columns; those of a tile follow each other, so that y stays in cache.
+    A piece of work is one tile by `group` blocks of columns of one projection.
     """
-    blocks = blocks0
+    groups0 = tl.cdiv(N0, BLOCK_N * group)
+    groups1 = tl.cdiv(N1, BLOCK_N * group)
+    groups2 = tl.cdiv(N2, BLOCK_N * group)
+    groups = groups0
     if NUM > 1:
-        blocks += blocks1
+        groups += groups1
     if NUM > 2:
-        blocks += blocks2
+        groups += groups2
     if NUM > 3:
-        blocks += blocks3
-    for i_work in range(tl.program_id(0), tl.load(p_count) * blocks, tl.num_programs(0)):
-        i_tile = i_work // blocks
-        i_n = i_work % blocks
+        groups += tl.cdiv(N3, BLOCK_N * group)
+    for i_work in range(tl.program_id(0), tl.load(p_count) * groups, tl.num_programs(0)):
+        i_tile = i_work // groups
+        i_g = i_work % groups
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
         o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, GATHER, BLOCK_M)
-        if i_n < blocks0:
-            _expand_block(
-                p_y, p_b0, p_out0, tl.load(p_rank0 + i_slot), o_y, o_t, m_m, i_slot, i_n,
-                R0, o_y1, N0, stride_y, stride_out0, BLOCK_M, BLOCK_N, BLOCK_R,
-            )  # fmt: skip
+        if i_g < groups0:
+            rank = tl.load(p_rank0 + i_slot)
+            if rank > 0:
+                _expand_columns(
+                    p_y, p_b0, p_out0, rank, o_y, o_t, m_m, i_slot,
+                    i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N0, BLOCK_N)),
+                    R0, N0, stride_y, stride_out0, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                )  # fmt: skip
         if NUM > 1:
-            i_n -= blocks0
-            if (i_n >= 0) & (i_n < blocks1):
-                _expand_block(
-                    p_y + o_y1, p_b1, p_out1, tl.load(p_rank1 + i_slot), o_y, o_t, m_m, i_slot, i_n,
-                    R1, o_y2 - o_y1, N1, stride_y, stride_out1, BLOCK_M, BLOCK_N, BLOCK_R,
-                )  # fmt: skip
+            i_g -= groups0
+            if (i_g >= 0) & (i_g < groups1):
+                rank = tl.load(p_rank1 + i_slot)
+                if rank > 0:
+                    _expand_columns(
+                        p_y + o_y1, p_b1, p_out1, rank, o_y, o_t, m_m, i_slot,
+                        i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N1, BLOCK_N)),
+                        R1, N1, stride_y, stride_out1, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                    )  # fmt: skip
         if NUM > 2:
-            i_n -= blocks1
-            if (i_n >= 0) & (i_n < blocks2):
-                _expand_block(
-                    p_y + o_y2, p_b2, p_out2, tl.load(p_rank2 + i_slot), o_y, o_t, m_m, i_slot, i_n,
-                    R2, o_y3 - o_y2, N2, stride_y, stride_out2, BLOCK_M, BLOCK_N, BLOCK_R,
-                )  # fmt: skip
+            i_g -= groups1
+            if (i_g >= 0) & (i_g < groups2):
+                rank = tl.load(p_rank2 + i_slot)
+                if rank > 0:
+                    _expand_columns(
+                        p_y + o_y2, p_b2, p_out2, rank, o_y, o_t, m_m, i_slot,
+                        i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N2, BLOCK_N)),
+                        R2, N2, stride_y, stride_out2, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                    )  # fmt: skip
         if NUM > 3:
-            i_n -= blocks2
-            if (i_n >= 0) & (i_n < blocks3):
-                _expand_block(
-                    p_y + o_y3, p_b3, p_out3, tl.load(p_rank3 + i_slot), o_y, o_t, m_m, i_slot, i_n,
-                    R3, o_y4 - o_y3, N3, stride_y, stride_out3, BLOCK_M, BLOCK_N, BLOCK_R,
-                )  # fmt: skip
+            i_g -= groups2
+            if i_g >= 0:
+                rank = tl.load(p_rank3 + i_slot)
+                if rank > 0:
+                    _expand_columns(
+                        p_y + o_y3, p_b3, p_out3, rank, o_y, o_t, m_m, i_slot,
+                        i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N3, BLOCK_N)),
+                        R3, N3, stride_y, stride_out3, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                    )  # fmt: skip

@@ -18,25 +18,20 @@ def _rotate_heads(
 ):  # fmt: skip
     o_p = tl.arange(0, BLOCK_P)
     m_p = o_p < P
-    if LAYOUT == 0:
-        o_first = o_p
-        o_second = o_p + P
-    else:
-        o_first = 2 * o_p
-        o_second = 2 * o_p + 1
-    if LAYOUT == 1:
-        o_to_first = o_first
-        o_to_second = o_second
-    else:
-        o_to_first = o_p
-        o_to_second = o_p + P
+    o_2p = tl.arange(0, 2 * BLOCK_P)
     for i_h in range(0, H, BLOCK_H):
         o_h = i_h + tl.arange(0, BLOCK_H)
         m_hp = (o_h < H)[:, None] & m_p[None, :]
+        m_h2p = (o_h < H)[:, None] & (o_2p < 2 * P)[None, :]
         p_x_h = p_x + o_h[:, None] * stride_xh
         p_out_h = p_out + o_h[:, None] * stride_oh
-        b_first = tl.load(p_x_h + o_first[None, :], mask=m_hp, other=0.0)
-        b_second = tl.load(p_x_h + o_second[None, :], mask=m_hp, other=0.0)
+        if LAYOUT == 0:
+            b_first = tl.load(p_x_h + o_p[None, :], mask=m_hp, other=0.0)
+            b_second = tl.load(p_x_h + o_p[None, :] + P, mask=m_hp, other=0.0)
+        else:
+            # One wide read, taken apart in registers: every second element alone would break it into single ones.
+            b_pairs = tl.load(p_x_h + o_2p[None, :], mask=m_h2p, other=0.0)
+            b_first, b_second = tl.split(tl.reshape(b_pairs, (BLOCK_H, BLOCK_P, 2)))
         dtype = b_first.dtype
         b_first = b_first.to(tl.float32)
         b_second = b_second.to(tl.float32)
@@ -50,14 +45,20 @@ def _rotate_heads(
             b_ss = b_ss.to(dtype).to(tl.float32)
             b_sc = b_sc.to(dtype).to(tl.float32)
             b_fs = b_fs.to(dtype).to(tl.float32)
+        b_first = (b_fc - b_ss).to(dtype)
+        b_second = (b_sc + b_fs).to(dtype)
         if REST:
             o_d = 2 * P + tl.arange(0, BLOCK_D)
             m_hd = (o_h < H)[:, None] & (o_d < D)[None, :]
             tl.store(p_out_h + o_d[None, :], tl.load(p_x_h + o_d[None, :], mask=m_hd), mask=m_hd)
         # In place, every read of these heads must come before any write: pairs may move to other columns.
         tl.debug_barrier()
-        tl.store(p_out_h + o_to_first[None, :], (b_fc - b_ss).to(dtype), mask=m_hp)
-        tl.store(p_out_h + o_to_second[None, :], (b_sc + b_fs).to(dtype), mask=m_hp)
+        if LAYOUT == 1:
+            b_pairs = tl.reshape(tl.join(b_first, b_second), (BLOCK_H, 2 * BLOCK_P))
+            tl.store(p_out_h + o_2p[None, :], b_pairs, mask=m_h2p)
+        else:
+            tl.store(p_out_h + o_p[None, :], b_first, mask=m_hp)
+            tl.store(p_out_h + o_p[None, :] + P, b_second, mask=m_hp)
 
 
 @triton.jit
