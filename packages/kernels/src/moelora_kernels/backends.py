@@ -1,0 +1,333 @@
+"""The triton and csgmv backends: who owns which buffer, and which op serves which call. The kernels live in `ops/`.
+
+Both share everything but the order of rows. `triton` cuts runs of neighbouring rows of one slot into tiles and suits
+packed prefill, where requests are long. `csgmv` first orders rows by slot, so that rows of one slot fill whole chunks
+however they are scattered: many short requests over few adapters.
+
+Whether the LoRA kernels run is read from the handle. `has_lora` True: they do. False on an eager handle: they do not,
+and an all-base batch costs what the base costs. False on a bucket's handle as `prepare_batch` made it: they do, since a
+graph captured from base rows must serve adapters later. Where a handle was made for adapter rows and `has_lora` was
+then replaced by False, they do not: that is how the variant of a graph without LoRA is captured.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from moelora.backends.base import (
+    Backend,
+    Capabilities,
+    DenseSlots,
+    ExpertSlots,
+    ExpertsWeights,
+    LoraMetadata,
+    MoeShape,
+    PhaseError,
+)
+from moelora.capacity import PrefillCapacity, admit
+from moelora.errors import ConfigError
+from moelora.types import BASE_SLOT, GraphMode, PackedBatch, Phase
+from moelora_kernels.launch import interpreted, require
+from moelora_kernels.ops.csgmv import chunk_capacity, csgmv_chunk_rows, order_rows
+from moelora_kernels.ops.dense_lora import (
+    MAX_RANK,
+    RowTiles,
+    TileList,
+    cut_tiles,
+    dense_lora,
+    embedding_lora,
+    make_tile_list,
+    pick_tile_rows,
+    scratch_numel,
+)
+
+if TYPE_CHECKING:
+    from moelora_kernels.ops.experts.buffers import MoeBuffers
+
+_DEVICE_TYPES = frozenset({"cuda", "cpu"} if interpreted() else {"cuda"})
+_GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """What a handle carries beside its public fields. `prepared_lora`: whether the batch had adapter rows.
+
+    `static`: its buffers are those of the phase, which a graph may bake in; else they are the handle's own.
+    num_live_1: int32, tokens before the padding. order_T: tokens by slot, for the experts.
+    """
+
+    phase: Phase
+    rows: RowTiles
+    prepared_lora: bool
+    static: bool = False
+    scratch: torch.Tensor | None = None
+    num_live_1: torch.Tensor | None = None
+    order_T: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PhaseBuffers:
+    """The static buffers of one phase, allocated once. scratch: bytes for y, viewed in the dtype of each call."""
+
+    capacity: PrefillCapacity
+    mode: GraphMode
+    token_slot_T: torch.Tensor
+    num_live_1: torch.Tensor
+    tiles: TileList
+    perm_T: torch.Tensor
+    scratch: torch.Tensor
+
+
+class _TiledBackend(Backend):
+    """What both backends share: metadata per phase, refreshed in place, and the calls into `ops/`."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Phase, _PhaseBuffers] = {}
+        self._moe: dict[Phase, MoeBuffers] = {}
+
+    def init_graph_metadata(self, phase: Phase, capacity: PrefillCapacity, device: torch.device) -> None:
+        if phase in self._buffers:
+            raise PhaseError(f"the metadata of phase {phase} was made already")
+        device = torch.device(device)
+        name = self.capabilities.name
+        require(
+            device.type in self.capabilities.device_types,
+            f"backend {name!r} has no kernels for device {device.type!r}",
+            "--backend torch",
+        )
+        require(capacity.max_rank <= MAX_RANK, f"rank {capacity.max_rank} is over {MAX_RANK}", "--backend torch")
+        # Sized for the mode with more request slots: the tiles of the other fit as well.
+        mode = max((GraphMode.BREAKABLE, GraphMode.FULL), key=capacity.request_slots)
+        tokens = capacity.max_tokens
+        self._buffers[phase] = _PhaseBuffers(
+            capacity=capacity,
+            mode=mode,
+            token_slot_T=torch.full((tokens,), BASE_SLOT, dtype=torch.int32, device=device),
+            num_live_1=torch.zeros(1, dtype=torch.int32, device=device),
+            tiles=make_tile_list(self._most_tiles(capacity, mode), device),
+            perm_T=torch.zeros(tokens, dtype=torch.int32, device=device),
+            scratch=torch.zeros(4 * scratch_numel(tokens, capacity.max_rank), dtype=torch.uint8, device=device),
+        )
+
+    def init_moe_buffers(
+        self,
+        phase: Phase,
+        capacity: PrefillCapacity,
+        device: torch.device,
+        dtype: torch.dtype,
+        shapes: Sequence[MoeShape],
+    ) -> None:
+        from moelora_kernels.ops.experts.buffers import MoeBuffers
+
+        if phase in self._moe:
+            raise PhaseError(f"the expert buffers of phase {phase} were made already")
+        if shapes:
+            self._moe[phase] = MoeBuffers(phase, capacity, torch.device(device), dtype, shapes)
+
+    def prepare_batch(self, batch: PackedBatch, *, phase: Phase, bucket: int | None = None) -> LoraMetadata:
+        if phase not in self._buffers:
+            raise PhaseError(f"phase {phase} has no metadata; call init_graph_metadata for it first")
+        has_lora = any(slot != BASE_SLOT for slot in batch.slots)
+        if bucket is None:
+            return self._eager(batch, phase, has_lora)
+        own = self._buffers[phase]
+        self._check_admitted(batch, bucket, own)
+        live = batch.num_tokens
+        own.token_slot_T[:live].copy_(batch.token_slot_T[:live])
+        own.token_slot_T[live:].fill_(BASE_SLOT)
+        own.num_live_1.fill_(live)
+        token_slot_T = own.token_slot_T[:bucket]
+        tiles = own.tiles.view(self._bucket_tiles(own, bucket))
+        rows = self._cut(token_slot_T, tiles, own.perm_T[:bucket])
+        handle = _Handle(
+            phase=phase,
+            rows=rows,
+            prepared_lora=has_lora,
+            static=True,
+            scratch=own.scratch,
+            num_live_1=own.num_live_1,
+            order_T=self._token_order(phase, token_slot_T, own.num_live_1),
+        )
+        return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
+
+    def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
+        rows = self._loose_rows(row_slot_N, has_lora)
+        handle = _Handle(phase=Phase.PREFILL, rows=rows, prepared_lora=has_lora)
+        return LoraMetadata(phase=Phase.PREFILL, token_slot_T=row_slot_N, has_lora=has_lora, private=handle)
+
+    def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
+        self.fused_linear(x_TI, [out_TO], [slots], meta)
+
+    def fused_linear(
+        self,
+        x_TI: torch.Tensor,
+        outs_TO: Sequence[torch.Tensor],
+        slots: Sequence[DenseSlots | None],
+        meta: LoraMetadata,
+    ) -> None:
+        handle = self._handle(meta)
+        pairs = [(out, one) for out, one in zip(outs_TO, slots, strict=True) if one is not None]
+        if pairs and _runs(meta, handle):
+            outs, live = zip(*pairs, strict=True)
+            dense_lora(x_TI, outs, live, handle.rows, scratch=_scratch(handle, x_TI.dtype))
+
+    def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
+        handle = self._handle(meta)
+        if _runs(meta, handle):
+            embedding_lora(ids_T, out_TH, slots, handle.rows, scratch=_scratch(handle, out_TH.dtype))
+
+    def experts(
+        self,
+        x_TH: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        base: ExpertsWeights,
+        up_slots: ExpertSlots | None,
+        down_slots: ExpertSlots | None,
+        meta: LoraMetadata,
+    ) -> torch.Tensor:
+        handle = self._handle(meta)
+        if meta.phase not in self._moe:
+            raise PhaseError(f"phase {meta.phase} has no expert buffers; call init_moe_buffers for it first")
+        from moelora_kernels.ops.experts import experts_lora
+
+        return experts_lora(
+            x_TH,
+            expert_ids_TK,
+            weights_TK,
+            base,
+            up_slots,
+            down_slots,
+            meta.token_slot_T,
+            buffers=self._moe[meta.phase],
+            has_lora=_runs(meta, handle),
+            phase=meta.phase,
+            num_live=handle.num_live_1,
+            order_T=handle.order_T,
+        )
+
+    def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:
+        """A handle with tensors of its own, for a batch that no graph takes."""
+        token_slot_T = batch.token_slot_T
+        order_T = self._token_order(phase, token_slot_T, None) if has_lora else None
+        handle = _Handle(
+            phase=phase,
+            rows=self._loose_rows(token_slot_T, has_lora),
+            prepared_lora=has_lora,
+            # The order is a view of the phase's route buffers, which the next batch refills.
+            order_T=order_T.clone() if order_T is not None else None,
+        )
+        return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
+
+    def _loose_rows(self, slot_N: torch.Tensor, has_lora: bool) -> RowTiles:
+        rows = slot_N.shape[0]
+        tiles = make_tile_list(rows if has_lora else 0, slot_N.device)
+        if not has_lora:
+            return RowTiles(tiles, 16)
+        return self._cut(slot_N, tiles, torch.empty_like(slot_N))
+
+    def _token_order(
+        self, phase: Phase, token_slot_T: torch.Tensor, num_live_1: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Tokens by slot, made once for all experts layers of the batch; None where they make it themselves."""
+        moe = self._moe.get(phase)
+        if moe is None or moe.slots == 0 or not 0 < token_slot_T.shape[0] <= moe.max_tokens:
+            return None
+        from moelora_kernels.ops.routes import order_tokens
+
+        return order_tokens(token_slot_T, buffers=moe.routes, num_live=num_live_1)
+
+    def _handle(self, meta: LoraMetadata) -> _Handle:
+        handle = meta.private
+        if not isinstance(handle, _Handle):
+            raise PhaseError(f"the handle was not made by backend {self.capabilities.name!r}")
+        if handle.phase is not meta.phase:
+            raise PhaseError(f"buffers of phase {handle.phase} were handed to phase {meta.phase}")
+        if handle.static and (
+            meta.phase not in self._buffers or handle.scratch is not self._buffers[meta.phase].scratch
+        ):
+            raise PhaseError(f"the buffers of the handle are not those of phase {meta.phase} of this backend")
+        return handle
+
+    def _check_admitted(self, batch: PackedBatch, bucket: int, own: _PhaseBuffers) -> None:
+        """The runner admitted this batch by the same function; a bucket that the buffers cannot hold is refused."""
+        if bucket > own.capacity.max_tokens:
+            raise ConfigError(f"bucket {bucket} is over max_tokens {own.capacity.max_tokens}")
+        admission = admit(
+            tokens=batch.num_tokens,
+            requests=batch.num_sequences,
+            mode=own.mode,
+            buckets=(bucket,),
+            capacity=own.capacity,
+        )
+        if admission.reason is not None:
+            raise ConfigError(f"the batch cannot use bucket {bucket}: {admission.reason.text}")
+
+    @staticmethod
+    @abstractmethod
+    def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
+        """Tiles of the phase's list: enough for every batch of `capacity`."""
+
+    @staticmethod
+    @abstractmethod
+    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+        """Tiles of the list that a batch of `bucket` can need."""
+
+    @staticmethod
+    @abstractmethod
+    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
+        """Fills the list, and the permutation where there is one, for these rows."""
+
+
+class TritonBackend(_TiledBackend):
+    """Tiles over runs of neighbouring rows."""
+
+    capabilities = Capabilities(name="triton", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
+
+    @staticmethod
+    def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
+        return capacity.dense_tiles(capacity.max_tokens, mode)
+
+    @staticmethod
+    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+        return own.capacity.dense_tiles(bucket, own.mode)
+
+    @staticmethod
+    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
+        tile_rows = pick_tile_rows(slot_N.shape[0])
+        cut_tiles(slot_N, tile_rows, tiles)
+        return RowTiles(tiles, tile_rows)
+
+
+class CsgmvBackend(_TiledBackend):
+    """Chunks over rows ordered by slot."""
+
+    capabilities = Capabilities(name="csgmv", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
+
+    @staticmethod
+    def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
+        return chunk_capacity(capacity)
+
+    @staticmethod
+    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+        return own.capacity.csgmv_segments(bucket)
+
+    @staticmethod
+    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
+        chunk_rows = csgmv_chunk_rows(slot_N.shape[0])
+        order_rows(slot_N, chunk_rows, tiles, perm_N)
+        return RowTiles(tiles, chunk_rows, perm_N)
+
+
+def _runs(meta: LoraMetadata, handle: _Handle) -> bool:
+    """Whether the LoRA kernels run; see the module docstring."""
+    return meta.has_lora or (handle.static and not handle.prepared_lora)
+
+
+def _scratch(handle: _Handle, dtype: torch.dtype) -> torch.Tensor | None:
+    return handle.scratch.view(dtype) if handle.scratch is not None else None

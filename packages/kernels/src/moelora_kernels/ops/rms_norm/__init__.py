@@ -1,0 +1,64 @@
+"""RMSNorm, with the residual sum before it fused in. `naive.py` is the truth, `kernel.py` the Triton code."""
+
+from __future__ import annotations
+
+import torch
+
+from moelora.errors import ConfigError, choose_from
+from moelora_kernels.launch import power_of_two, require, require_device, require_dtype
+from moelora_kernels.ops.rms_norm.kernel import rms_norm_kernel
+from moelora_kernels.ops.rms_norm.naive import VARIANTS, naive_rms_norm
+
+__all__ = ["MAX_WIDTH", "VARIANTS", "naive_rms_norm", "rms_norm"]
+
+MAX_WIDTH = 32768
+"""The widest row that one program holds in registers."""
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight_W: torch.Tensor | None,
+    eps: float,
+    *,
+    variant: str = "model",
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (normalised, x + residual) over the last dimension, both contiguous; without a residual the second is x.
+
+    x, residual `[…, W]` and weight `[W]` or None, in one dtype. Rounding, as the transformers modules have it:
+
+    1. with a residual, x + residual is rounded to the model's dtype, and that is what is normalised;
+    2. the mean of squares and x / sqrt(mean + eps) are fp32, the root and the division correctly rounded;
+    3. "model" (Llama, Qwen, Mixtral): the quotient is rounded to the model's dtype, times the weight, rounded again;
+       "float" (gpt-oss, Olmo 2): times the weight in fp32, rounded once; "one_plus" (Gemma, Qwen3-Next): times
+       (1 + weight) in fp32, rounded once. Without a weight the quotient is rounded.
+
+    The sum of squares has an order of its own, so the result may differ from torch's by one unit in the last place. A
+    row's bits depend on the row alone. Raises `ConfigError` for what has no kernel.
+    """
+    if variant not in VARIANTS:
+        raise ConfigError(choose_from("RMSNorm variant", variant, VARIANTS))
+    given = [t for t in (x, weight_W, residual) if t is not None]
+    require_dtype("rms_norm", *given)
+    require_device("rms_norm", *given)
+    width = x.shape[-1]
+    require(0 < width <= MAX_WIDTH, f"rms_norm: width {width} is not in 1 … {MAX_WIDTH}", "the module's own norm")
+    assert weight_W is None or weight_W.shape == (width,)
+    assert residual is None or residual.shape == x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else x
+    if x.numel() == 0:
+        return out, total
+    x_MW = x.reshape(-1, width)
+    residual_MW = residual.reshape(-1, width) if residual is not None else x_MW
+    rows, block_w = x_MW.shape[0], power_of_two(width)
+    x_MW, residual_MW = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MW, residual_MW))
+    # Narrow rows (head norms) share a program, about 4,096 elements each: by width alone, so that bits stay the row's.
+    block_m = max(1, min(32, 4096 // block_w))
+    rms_norm_kernel[(-(-rows // block_m),)](
+        x_MW, residual_MW, weight_W if weight_W is not None else x_MW, out, total,
+        rows, width, eps, x_MW.stride(0), residual_MW.stride(0),
+        RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
+        BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,44 @@
+"""Triton kernel of RMSNorm, with an optional residual sum before it.
+
+M rows of a program, W width. The whole row is one block, so its sum is taken in one order that depends on W alone.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm_kernel(
+    p_x, p_residual, p_weight, p_out, p_sum,
+    rows, W, eps, stride_x, stride_residual,
+    RESIDUAL: tl.constexpr, VARIANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32."""
+    i_m = tl.program_id(0).to(tl.int64)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_w = tl.arange(0, BLOCK_W)
+    m_w = o_w < W
+    m_mw = (o_m < rows)[:, None] & m_w[None, :]
+    b_x = tl.load(p_x + o_m[:, None] * stride_x + o_w[None, :], mask=m_mw, other=0.0)
+    dtype = b_x.dtype
+    o_out = o_m[:, None] * W + o_w[None, :]
+    if RESIDUAL:
+        b_residual = tl.load(p_residual + o_m[:, None] * stride_residual + o_w[None, :], mask=m_mw, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
+        tl.store(p_sum + o_out, b_x, mask=m_mw)
+    b_wide = b_x.to(tl.float32)
+    b_mean = tl.div_rn(tl.sum(b_wide * b_wide, axis=1), W * 1.0)
+    b_scale = tl.div_rn(1.0, tl.sqrt_rn(b_mean + eps))
+    b_normed = b_wide * b_scale[:, None]
+    if VARIANT > 0:
+        b_weight = tl.load(p_weight + o_w, mask=m_w, other=0.0).to(tl.float32)[None, :]
+        if VARIANT == 1:
+            b_normed = b_normed.to(dtype).to(tl.float32) * b_weight
+        elif VARIANT == 2:
+            b_normed = b_normed * b_weight
+        else:
+            b_normed = b_normed * (1.0 + b_weight)
+    tl.store(p_out + o_out, b_normed.to(dtype), mask=m_mw)

@@ -1,0 +1,88 @@
+"""RMSNorm against the naive truth and against the transformers modules whose rounding it follows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.dense_common import DEVICES, TOLERANCE, randn, relative_error
+from moelora.errors import ConfigError
+from moelora_kernels.ops.rms_norm import VARIANTS, naive_rms_norm, rms_norm
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", [*VARIANTS, "no_weight"])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_equals_naive(device, dtype, variant, with_residual):
+    x = randn(5, 3, 40, seed=1, dtype=dtype, device=device)
+    weight = None if variant == "no_weight" else randn(40, seed=2, dtype=dtype, device=device)
+    residual = randn(5, 3, 40, seed=3, dtype=dtype, device=device) if with_residual else None
+    variant = "model" if weight is None else variant
+    got, total = rms_norm(x, weight, 1e-6, variant=variant, residual=residual)
+    want, want_total = naive_rms_norm(x, weight, 1e-6, variant=variant, residual=residual)
+    assert got.dtype == dtype
+    assert relative_error(got, want) < TOLERANCE[dtype]
+    assert relative_error(total, want_total) < TOLERANCE[dtype]
+    if dtype == torch.float16:  # the interpreter rounds float16 as hardware does, bfloat16 towards zero
+        assert torch.equal(total, want_total)
+        assert relative_error(got, want) < 1e-4
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(rows=st.integers(0, 9), width=st.integers(1, 70), residual=st.booleans())
+def test_any_shape(rows, width, residual):
+    device = DEVICES[0]
+    x = randn(rows, width, seed=1, device=device)
+    weight = randn(width, seed=2, device=device)
+    other = randn(rows, width, seed=3, device=device) if residual else None
+    got, _ = rms_norm(x, weight, 1e-5, residual=other)
+    want, _ = naive_rms_norm(x, weight, 1e-5, residual=other)
+    if rows:
+        assert relative_error(got, want) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_has_the_same_bits_alone(device):
+    x = randn(40, 24, seed=1, device=device)
+    weight = randn(24, seed=2, device=device)
+    whole, _ = rms_norm(x, weight, 1e-6)
+    for row in (0, 7, 39):
+        assert torch.equal(whole[row], rms_norm(x[row : row + 1], weight, 1e-6)[0][0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_rows(device):
+    x = randn(6, 50, seed=1, device=device)[:, 10:34]
+    weight = randn(24, seed=2, device=device)
+    assert relative_error(rms_norm(x, weight, 1e-6)[0], naive_rms_norm(x, weight, 1e-6)[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "variant"),
+    [
+        ("qwen3_moe", "Qwen3MoeRMSNorm", "model"),
+        ("gpt_oss", "GptOssRMSNorm", "float"),
+        ("qwen3_next", "Qwen3NextRMSNorm", "one_plus"),
+    ],
+)
+def test_rounds_as_the_transformers_modules(module, name, variant):
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    norm = getattr(modeling, name)(32, eps=1e-6).to(torch.float16)
+    x = randn(4, 32, seed=5, dtype=torch.float16)
+    with torch.no_grad():
+        norm.weight.copy_(randn(32, seed=6))
+        got, _ = naive_rms_norm(x, norm.weight, 1e-6, variant=variant)
+        assert torch.equal(got, norm(x))
+
+
+def test_refusals():
+    x = randn(2, 8, seed=1, device=DEVICES[0])
+    with pytest.raises(ConfigError, match="Did you mean 'model'"):
+        rms_norm(x, None, 1e-6, variant="modle")
+    with pytest.raises(ConfigError, match="several dtypes"):
+        rms_norm(x, x[0].half(), 1e-6)
+    with pytest.raises(ConfigError, match="the module's own norm"):
+        rms_norm(torch.zeros(1, 40000, device=DEVICES[0]), None, 1e-6)
