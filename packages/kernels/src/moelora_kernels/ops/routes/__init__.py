@@ -91,8 +91,8 @@ class RouteBuffers:
 def order_tokens(token_slot_T: torch.Tensor, *, buffers: RouteBuffers, num_live: torch.Tensor | None) -> torch.Tensor:
     """Token ids stably ordered by slot, base first, dead ones last: int32 `[T]`, a view into `buffers`.
 
-    token_slot_T: int32 `[T]`, -1 for the base. num_live: int32 `[1]` on the device; tokens from there on are dead. None:
-    all live. A slot outside `[-1, L)` makes its token dead. The result holds for every layer of the batch.
+    token_slot_T: int32 `[T]`, -1 for the base. num_live: int32 `[1]` on the device; tokens from there on are dead;
+    None: all live. A slot outside `[-1, L)` makes its token dead. The result holds for every layer of the batch.
     """
     T = token_slot_T.shape[0]
     _check_tokens(T, buffers)
@@ -121,7 +121,7 @@ def build_routes(
     T, K = expert_ids_TK.shape
     _check_tokens(T, buffers)
     P = T * K
-    if P > buffers.max_pairs:
+    if buffers.max_pairs < P:
         raise ConfigError(f"{P} pairs exceed the {buffers.max_pairs} that the routes were sized for")
     if buffers.totals.shape[0] < num_experts + 1:
         raise ConfigError(
@@ -168,7 +168,7 @@ def token_routes(
 
 
 def _check_tokens(T: int, buffers: RouteBuffers) -> None:
-    if T > buffers.max_tokens:
+    if buffers.max_tokens < T:
         raise ConfigError(
             f"{T} tokens exceed the {buffers.max_tokens} that the routes were sized for; raise --max-tokens"
         )
