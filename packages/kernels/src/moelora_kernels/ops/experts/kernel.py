@@ -42,14 +42,16 @@ def activate_gated(gate, up, limit, alpha, ACT: tl.constexpr):
 
 @triton.jit
 def lora_columns(p_tile_slots, p_rank, o_c, num_slots, RP: tl.constexpr):
-    """For LoRA columns: their slot (a valid one everywhere), rank index, whether their 16 are in use, and the rank."""
+    """For LoRA columns: their slot (a valid one everywhere), rank index, and whether their 16 are in use."""
     b_j = o_c // RP
     b_r = o_c % RP
-    # Sixteen columns that start at a multiple of 16 are one slot's: said so, their loads become 16 bytes wide.
-    b_slot = tl.max_constancy(tl.load(p_tile_slots + tl.minimum(b_j, num_slots - 1)), 16)
-    b_rank = tl.max_constancy(tl.load(p_rank + b_slot), 16)
-    m_c = (b_j < num_slots) & (b_r // 16 * 16 < b_rank)
-    return b_slot, b_r, m_c, b_rank
+    b_slot = tl.load(p_tile_slots + tl.minimum(b_j, num_slots - 1))
+    # A slot of rank 16 or less is computed whole: its zeros cost less than waiting for its rank.
+    b_rank = tl.load(p_rank + b_slot) if RP > 16 else tl.full(o_c.shape, 16, tl.int32)
+    # Sixteen columns that start at a multiple of 16 are one slot's: said so (on arithmetic, for the compiler overlooks
+    # hints on loads), loads of factors become 16 bytes wide.
+    m_c = tl.max_constancy((b_j < num_slots) & (b_r // 16 * 16 < b_rank), 16)
+    return b_slot, b_r, m_c
 
 
 @triton.jit
@@ -59,6 +61,124 @@ def tile_rows(p_sorted, first, rows, K, BM: tl.constexpr):
     m_m = o_m < rows
     b_row = first + tl.where(m_m, o_m, 0)
     return b_row, m_m, tl.load(p_sorted + b_row)
+
+
+@triton.jit
+def product_tile(
+    expert,
+    i_tile,
+    i_n,
+    rows,
+    p_x,
+    p_w,
+    p_bias,
+    p_y,
+    p_b,
+    p_rank,
+    p_out,
+    p_sorted,
+    p_row_slot,
+    p_tile_first,
+    p_tile_slots,
+    p_tile_num_slots,
+    K,
+    n_cols,
+    depth,
+    half,
+    s_x,
+    s_w_e,
+    s_w_n,
+    s_w_k,
+    s_b_l,
+    s_b_e,
+    s_out,
+    limit,
+    alpha,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    Y_BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """One tile of `grouped_product`, of BM rows."""
+    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, K, BM)  # [BM]
+    b_token = b_pair // K
+
+    o_n = i_n * BN + tl.arange(0, BN)  # [BN]
+    b_n = tl.minimum(o_n, n_cols - 1)
+    if HALVES == 1:
+        b_n = (b_n % 2) * half + b_n // 2
+    o_k = tl.arange(0, BK)
+    b_x = b_token if GATHER else b_row
+    p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
+    p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
+    b_acc = tl.zeros([BM, BN], tl.float32)
+    for o_depth in range(0, depth, BK):
+        if EVEN_K:
+            b_a = tl.load(p_a)
+            b_w = tl.load(p_wt)
+        else:
+            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
+        p_a += BK
+        p_wt += BK * s_w_k
+
+    if HAS_LORA:
+        # Beyond a slot's rank, to the end of its 16 columns, y holds zeros; so does B, up to its width R.
+        num_slots = tl.load(p_tile_num_slots + i_tile)
+        p_slots = p_tile_slots + i_tile * SLOT_CAP
+        b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
+        b_y_row = b_token if Y_BY_TOKEN else b_row
+        p_yt = p_y + b_y_row.to(tl.int64)[:, None] * RP
+        p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
+        if RP <= BR:
+            for o_c in range(0, num_slots * RP, BR):
+                b_slot, b_r, m_c = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP)  # [BR]
+                m_y = m_c[None, :] & tl.max_constancy(b_row_slot[:, None] == b_slot[None, :], [1, 16])
+                b_y = tl.load(p_yt + b_r[None, :], mask=m_y, other=0.0)  # [BM, BR]
+                m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
+                b_b = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
+                b_f = tl.load(p_bt + b_b[:, None], mask=m_b[:, None], other=0.0)  # [BR, BN]
+                b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
+        else:
+            for i_slot in range(num_slots):
+                slot = tl.load(p_slots + i_slot)
+                rank = tl.load(p_rank + slot)
+                m_slot = b_row_slot == slot
+                for o_r in range(0, rank, BR):
+                    b_r = o_r + tl.arange(0, BR)  # [BR]
+                    m_c = b_r // 16 * 16 < rank
+                    b_y = tl.load(p_yt + b_r[None, :], mask=m_slot[:, None] & m_c[None, :], other=0.0)
+                    m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
+                    p_bs = p_bt + slot.to(tl.int64) * s_b_l
+                    b_f = tl.load(p_bs + b_r[:, None], mask=m_b[:, None], other=0.0)
+                    b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
+
+    if HAS_BIAS:
+        b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
+    b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
+    if HALVES == 0:
+        b_out = b_acc if ACT == 0 else activate(b_acc, ACT)
+        m_o = m_m[:, None] & (o_n < n_cols)[None, :]
+        tl.store(p_out + b_to + o_n[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+    else:
+        b_gate, b_up = tl.split(tl.reshape(b_acc, [BM, BN // 2, 2]))  # [BM, BN/2]
+        b_out = activate_gated(b_gate, b_up, limit, alpha, ACT)
+        o_i = i_n * (BN // 2) + tl.arange(0, BN // 2)
+        m_o = m_m[:, None] & (o_i < n_cols // 2)[None, :]
+        tl.store(p_out + b_to + o_i[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -127,73 +247,103 @@ def grouped_product(
     if expert < 0:
         return
     rows = tl.load(p_tile_rows + i_tile)
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, K, BM)  # [BM]
-    b_token = b_pair // K
-
-    o_n = i_n * BN + tl.arange(0, BN)  # [BN]
-    b_n = tl.minimum(o_n, n_cols - 1)
-    if HALVES == 1:
-        b_n = (b_n % 2) * half + b_n // 2
-    o_k = tl.arange(0, BK)
-    b_x = b_token if GATHER else b_row
-    p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
-    p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
-    b_acc = tl.zeros([BM, BN], tl.float32)
-    for o_depth in range(0, depth, BK):
-        if EVEN_K:
-            b_a = tl.load(p_a)
-            b_w = tl.load(p_wt)
-        else:
-            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
-            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
-        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
-        p_a += BK
-        p_wt += BK * s_w_k
-
-    if HAS_LORA:
-        # Beyond a slot's rank, to the end of its 16 columns, y holds zeros; so does B, up to its width R.
-        num_slots = tl.load(p_tile_num_slots + i_tile)
-        p_slots = p_tile_slots + i_tile * SLOT_CAP
-        b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
-        b_y_row = b_token if Y_BY_TOKEN else b_row
-        p_yt = p_y + b_y_row.to(tl.int64)[:, None] * RP
-        p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
-        if RP <= BR:
-            for o_c in range(0, num_slots * RP, BR):
-                b_slot, b_r, m_c, _ = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP)  # [BR]
-                m_y = m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])
-                b_y = tl.load(p_yt + b_r[None, :], mask=m_y, other=0.0)  # [BM, BR]
-                m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
-                b_b = b_slot.to(tl.int64) * s_b_l + b_r
-                b_f = tl.load(p_bt + b_b[:, None], mask=m_b[:, None], other=0.0)  # [BR, BN]
-                b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
-        else:
-            for i_slot in range(num_slots):
-                slot = tl.load(p_slots + i_slot)
-                rank = tl.load(p_rank + slot)
-                m_slot = b_row_slot == slot
-                for o_r in range(0, rank, BR):
-                    b_r = o_r + tl.arange(0, BR)  # [BR]
-                    m_c = b_r // 16 * 16 < rank
-                    b_y = tl.load(p_yt + b_r[None, :], mask=m_slot[:, None] & m_c[None, :], other=0.0)
-                    m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
-                    p_bs = p_bt + slot.to(tl.int64) * s_b_l
-                    b_f = tl.load(p_bs + b_r[:, None], mask=m_b[:, None], other=0.0)
-                    b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
-
-    if HAS_BIAS:
-        b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
-    b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
-    if HALVES == 0:
-        b_out = b_acc if ACT == 0 else activate(b_acc, ACT)
-        m_o = m_m[:, None] & (o_n < n_cols)[None, :]
-        tl.store(p_out + b_to + o_n[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+    # The last tile of an expert is often small: half the rows cost half the products.
+    if BM >= 128 and rows <= BM // 2:
+        product_tile(
+            expert,
+            i_tile,
+            i_n,
+            rows,
+            p_x,
+            p_w,
+            p_bias,
+            p_y,
+            p_b,
+            p_rank,
+            p_out,
+            p_sorted,
+            p_row_slot,
+            p_tile_first,
+            p_tile_slots,
+            p_tile_num_slots,
+            K,
+            n_cols,
+            depth,
+            half,
+            s_x,
+            s_w_e,
+            s_w_n,
+            s_w_k,
+            s_b_l,
+            s_b_e,
+            s_out,
+            limit,
+            alpha,
+            GATHER,
+            SCATTER,
+            HALVES,
+            ACT,
+            HAS_BIAS,
+            HAS_LORA,
+            Y_BY_TOKEN,
+            R,
+            RP,
+            SLOT_CAP,
+            EVEN_K,
+            PRECISION,
+            BM // 2,
+            BN,
+            BK,
+            BR,
+        )
     else:
-        b_gate, b_up = tl.split(tl.reshape(b_acc, [BM, BN // 2, 2]))  # [BM, BN/2]
-        b_out = activate_gated(b_gate, b_up, limit, alpha, ACT)
-        o_i = i_n * (BN // 2) + tl.arange(0, BN // 2)
-        m_o = m_m[:, None] & (o_i < n_cols // 2)[None, :]
-        tl.store(p_out + b_to + o_i[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+        product_tile(
+            expert,
+            i_tile,
+            i_n,
+            rows,
+            p_x,
+            p_w,
+            p_bias,
+            p_y,
+            p_b,
+            p_rank,
+            p_out,
+            p_sorted,
+            p_row_slot,
+            p_tile_first,
+            p_tile_slots,
+            p_tile_num_slots,
+            K,
+            n_cols,
+            depth,
+            half,
+            s_x,
+            s_w_e,
+            s_w_n,
+            s_w_k,
+            s_b_l,
+            s_b_e,
+            s_out,
+            limit,
+            alpha,
+            GATHER,
+            SCATTER,
+            HALVES,
+            ACT,
+            HAS_BIAS,
+            HAS_LORA,
+            Y_BY_TOKEN,
+            R,
+            RP,
+            SLOT_CAP,
+            EVEN_K,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+            BR,
+        )
 
 
 @triton.jit
@@ -245,11 +395,11 @@ def shrink(
     b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
     for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
         o_cc = o_c + tl.arange(0, BC)  # [BC]
-        b_slot, b_r, m_c, b_rank = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP)
+        b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP)
         m_c = m_c & (o_cc < num_slots * RP)
         if tl.sum(m_c.to(tl.int32), 0) > 0:
             # Columns beyond the rank read rank index 0, a valid address, and become zeros.
-            m_r = m_c & (b_r < b_rank)
+            m_r = m_c & (b_r < tl.load(p_rank + b_slot))
             b_at = b_slot.to(tl.int64) * s_a_l + tl.where(m_r, b_r, 0) * s_a_r + expert.to(tl.int64) * s_a_e
             p_at = p_a + b_at[None, :] + o_k[:, None]  # [BK, BC]
             p_xk = p_xt

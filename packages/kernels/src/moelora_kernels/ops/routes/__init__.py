@@ -14,8 +14,7 @@ import triton
 from moelora.errors import ConfigError
 from moelora_kernels.ops.routes.kernel import count_bins, list_tiles, scatter_items, start_bins, sum_blocks
 
-_CHUNK = 128
-_CHUNKS = 4
+_BLOCK = 256
 _BIN_BLOCK = 128
 MAX_EXPERTS = 4096
 """Above this the bins of one program no longer fit in registers."""
@@ -81,7 +80,7 @@ class RouteBuffers:
 
         self.sorted_P, self.row_slot_P = ints(pairs), ints(pairs)
         self.order_T, self.order_slot_T = ints(max_tokens), ints(max_tokens)
-        self.counts = ints(bins * max(1, triton.cdiv(max(pairs, max_tokens), _CHUNK * _CHUNKS)))
+        self.counts = ints(bins * max(1, triton.cdiv(max(pairs, max_tokens), _BLOCK)))
         self.totals, self.starts, self.tile_ends = ints(bins), ints(bins), ints(bins)
         self.tile_expert, self.tile_first, self.tile_rows = ints(tiles), ints(tiles), ints(tiles)
         self.tile_slots, self.tile_num_slots = ints(tiles * cap), ints(tiles)
@@ -189,13 +188,13 @@ def _sort(
 ) -> None:
     """One level of the counting sort: pairs by expert, or tokens by slot where there are no ids. Bins are 0 … last."""
     count = sorted_out.shape[0]
-    blocks = max(1, triton.cdiv(count, _CHUNK * _CHUNKS))
+    blocks = max(1, triton.cdiv(count, _BLOCK))
     flags = {
         "PAIRS": ids_TK is not None,
         "HAS_SLOT": order_T is not None,
         "HAS_LIVE": num_live is not None,
-        "CHUNK": _CHUNK,
-        "CHUNKS": _CHUNKS,
+        "BLOCK": _BLOCK,
+        "num_warps": 8,
     }
     unread = buffers.totals
     inputs = (

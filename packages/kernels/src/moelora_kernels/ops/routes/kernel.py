@@ -57,19 +57,16 @@ def count_bins(
     PAIRS: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Writes count `[bin, block]`, int32. Grid: blocks of CHUNK·CHUNKS elements × blocks of BINS bins."""
+    """Writes count `[bin, block]`, int32. Grid: blocks of BLOCK elements × blocks of BINS bins."""
     i_block = tl.program_id(0)
     live = _live(p_live, tokens, HAS_LIVE)
     o_bin = tl.program_id(1) * BINS + tl.arange(0, BINS)  # [BINS]
-    b_count = tl.zeros([BINS], tl.int32)
-    for i_chunk in range(CHUNKS):
-        o_i = (i_block * CHUNKS + i_chunk) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
-        b_key, _, _ = _keys(o_i, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
-        b_count += tl.sum((b_key[:, None] == o_bin[None, :]).to(tl.int32), 0)
+    o_i = i_block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    b_key, _, _ = _keys(o_i, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
+    b_count = tl.sum((b_key[:, None] == o_bin[None, :]).to(tl.int32), 0)
     tl.store(p_count + o_bin * blocks + i_block, b_count, mask=o_bin <= last)
 
 
@@ -116,26 +113,21 @@ def scatter_items(
     PAIRS: tl.constexpr,
     HAS_SLOT: tl.constexpr,
     HAS_LIVE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Writes each item and its slot to its row: start of its bin + earlier blocks + earlier items of this block."""
     i_block = tl.program_id(0)
     live = _live(p_live, tokens, HAS_LIVE)
-    for i_chunk in range(CHUNKS):
-        o_i = (i_block * CHUNKS + i_chunk) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
-        b_key, b_item, b_slot = _keys(o_i, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
-        b_rank = tl.zeros([CHUNK], tl.int32)
-        for i_before in range(i_chunk + 1):
-            o_j = (i_block * CHUNKS + i_before) * CHUNK + tl.arange(0, CHUNK)  # [CHUNK]
-            b_other, _, _ = _keys(o_j, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
-            m_before = (b_other[None, :] == b_key[:, None]) & (o_j[None, :] < o_i[:, None])  # [CHUNK, CHUNK]
-            b_rank += tl.sum(m_before.to(tl.int32), 1)
-        m_i = o_i < count
-        b_row = tl.load(p_start + b_key, mask=m_i, other=0) + b_rank
-        b_row += tl.load(p_count + b_key * blocks + i_block, mask=m_i, other=0)
-        tl.store(p_sorted + b_row, b_item, mask=m_i)
-        tl.store(p_row_slot + b_row, b_slot, mask=m_i)
+    o_i = i_block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    b_key, b_item, b_slot = _keys(o_i, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
+    o_j = i_block * BLOCK + tl.arange(0, BLOCK)
+    b_other, _, _ = _keys(o_j, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
+    m_before = (b_other[None, :] == b_key[:, None]) & (o_j[None, :] < o_i[:, None])  # [BLOCK, BLOCK]
+    m_i = o_i < count
+    b_row = tl.load(p_start + b_key, mask=m_i, other=0) + tl.sum(m_before.to(tl.int32), 1)
+    b_row += tl.load(p_count + b_key * blocks + i_block, mask=m_i, other=0)
+    tl.store(p_sorted + b_row, b_item, mask=m_i)
+    tl.store(p_row_slot + b_row, b_slot, mask=m_i)
 
 
 @triton.jit
