@@ -15,7 +15,8 @@ from moelora.errors import ConfigError
 from moelora.types import Phase
 from moelora_kernels.ops.experts.buffers import MoeBuffers, padded_rank
 from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, pick_config
-from moelora_kernels.ops.experts.kernel import combine, grouped_product, shrink
+from moelora_kernels.ops.experts.kernel import grouped_product
+from moelora_kernels.ops.experts.shrink import combine, shrink
 from moelora_kernels.ops.routes import Routes, build_routes, order_tokens, token_routes
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "gpt_oss": 5}
@@ -233,6 +234,7 @@ def _product(
         BK=cfg.block_k,
         BR=max(16, min(64, triton.next_power_of_2(cap * padded))),
         GROUP=cfg.group,
+        HALVE=block_m >= (32 if x.dtype is torch.float32 else 128),
         num_warps=cfg.warps,
         num_stages=cfg.stages,
     )
