@@ -91,7 +91,7 @@ def experts_lora(
         by = routes
         if shared:
             by = token_routes(token_slot_T, block_m=cfg.block_m, buffers=buffers.token_routes, num_live=num_live)
-        _shrink(x_TH, up_slots, y_up, by, cfg.shrink, gather=True, by_token=shared, block_m=cfg.block_m)
+        shrink_rows(x_TH, up_slots, y_up, by, cfg.shrink, gather=True, by_token=shared, block_m=cfg.block_m)
     halves = _halves(base)
     fused = halves is not None
     h_PI = buffers.view("h", P, inter) if fused else torch.empty(P, up_out, dtype=x_TH.dtype, device=x_TH.device)
@@ -118,7 +118,7 @@ def experts_lora(
     y_down = None
     if down_slots is not None:
         y_down = buffers.view("y_down", P, padded_rank(down_slots.a_LERI.shape[2]))
-        _shrink(h_PI, down_slots, y_down, routes, cfg.shrink, gather=False, by_token=False, block_m=cfg.block_m)
+        shrink_rows(h_PI, down_slots, y_down, routes, cfg.shrink, gather=False, by_token=False, block_m=cfg.block_m)
     pairs_PH = buffers.view("pairs", P, width)
     _product(h_PI, base.down, base.down_bias, y_down, down_slots, pairs_PH, routes, cfg.down, cfg.block_m, base)
     if base.post_norm is not None:
@@ -240,7 +240,7 @@ def _product(
     )
 
 
-def _shrink(
+def shrink_rows(
     x: torch.Tensor,
     slots: ExpertSlots,
     y: torch.Tensor,
@@ -336,4 +336,4 @@ def _check(
                 raise ConfigError(f"LoRA factors must be contiguous and {x_TH.dtype}, got {factor.dtype}; {reference}")
 
 
-__all__ = ["MoeBuffers", "MoeConfig", "ProductConfig", "experts_lora", "padded_rank", "pick_config"]
+__all__ = ["MoeBuffers", "MoeConfig", "ProductConfig", "experts_lora", "padded_rank", "pick_config", "shrink_rows"]

@@ -85,7 +85,7 @@ def product_tile(
     BR: tl.constexpr,
 ):
     """One tile of `grouped_product`, of BM rows."""
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, K, BM)  # [BM]
+    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
     b_token = b_pair // K
 
     o_n = i_n * BN + tl.arange(0, BN)  # [BN]

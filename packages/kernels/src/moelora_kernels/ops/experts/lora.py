@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_rows(p_sorted, first, rows, K, BM: tl.constexpr):
+def tile_rows(p_sorted, first, rows, BM: tl.constexpr):
     """A tile's row numbers, their mask, and each row's pair; rows beyond the tile repeat its first row."""
     o_m = tl.arange(0, BM)
     m_m = o_m < rows

@@ -49,7 +49,7 @@ def shrink(
     if i_c * BC >= num_slots * RP:
         return
     rows = tl.load(p_tile_rows + i_tile)
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, K, BM)  # [BM]
+    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
     b_token = b_pair // K
     b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
