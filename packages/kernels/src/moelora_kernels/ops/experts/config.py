@@ -1,0 +1,67 @@
+"""Block sizes of the experts' kernels, chosen from shapes alone, so that capture and replay use the same ones.
+
+Nothing here may change a row's bits: every choice walks the depth of a product in the same order, with the same matrix
+instruction (16-bit tiles have at least 64 rows, which Hopper's warp-group instruction needs).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductConfig:
+    """Blocks of one product. `group`: tiles that walk through the columns together."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """Blocks of one experts layer. `block_m`: rows of a tile, shared by all kernels. `shrink.block_n`: LoRA columns."""
+
+    block_m: int
+    up: ProductConfig
+    down: ProductConfig
+    shrink: ProductConfig
+
+
+SMALLEST_BLOCK_M = 16
+"""The smallest `block_m` of any configuration: what tile lists are sized by."""
+
+_SMALL = MoeConfig(
+    block_m=64,
+    up=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=1),
+    down=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=1),
+    shrink=ProductConfig(block_n=64, block_k=128, warps=4, stages=3),
+)
+_LARGE = MoeConfig(
+    block_m=128,
+    up=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
+    down=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
+    shrink=ProductConfig(block_n=64, block_k=128, warps=4, stages=3),
+)
+_FLOAT32 = MoeConfig(
+    block_m=32,
+    up=ProductConfig(block_n=64, block_k=32, warps=4, stages=2),
+    down=ProductConfig(block_n=64, block_k=32, warps=4, stages=2),
+    shrink=ProductConfig(block_n=32, block_k=32, warps=4, stages=2),
+)
+
+
+def smallest_block_m(dtype: torch.dtype) -> int:
+    """Rows of the smallest tile that `pick_config` may choose for `dtype`."""
+    return 32 if dtype is torch.float32 else 64
+
+
+def pick_config(*, tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> MoeConfig:
+    """The configuration for a batch: small tiles where an expert has few pairs, else large ones."""
+    if dtype is torch.float32:
+        return _FLOAT32
+    return _SMALL if tokens * top_k <= 96 * num_experts else _LARGE

@@ -1,0 +1,298 @@
+"""Triton kernel of the routed experts: the grouped product with its LoRA and its activation inside.
+
+Legend: T tokens, K experts per token, E experts, L adapter slots, R rank, H hidden, I expert width, P pairs (= T·K).
+Rows are pairs ordered by (expert, slot); a tile holds rows of one expert and lists the slots it meets (ops/routes).
+"""
+
+import triton
+import triton.language as tl
+
+from moelora_kernels.ops.experts.lora import add_lora_columns, tile_rows
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """silu (1), gelu with tanh (2), gelu (3), squared relu (4), in fp32."""
+    if ACT == 1:
+        return x * tl.sigmoid(x)
+    elif ACT == 2:
+        # tanh(z) = 2·sigmoid(2z) - 1, so 0.5·(1 + tanh(z)) = sigmoid(2z) with z = sqrt(2/pi)·(x + 0.044715·x³).
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == 3:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        b = tl.maximum(x, 0.0)
+        return b * b
+
+
+@triton.jit
+def activate_gated(gate, up, limit, alpha, ACT: tl.constexpr):
+    """act(gate) · up; 5: clamped gate · sigmoid(alpha · gate) · (clamped up + 1)."""
+    if ACT == 5:
+        b_gate = tl.minimum(gate, limit)
+        b_up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (b_up + 1.0) * b_gate * tl.sigmoid(alpha * b_gate)
+    else:
+        return activate(gate, ACT) * up
+
+
+@triton.jit
+def product_tile(
+    expert,
+    i_tile,
+    i_n,
+    rows,
+    p_x,
+    p_w,
+    p_bias,
+    p_y,
+    p_b,
+    p_rank,
+    p_out,
+    p_sorted,
+    p_row_slot,
+    p_tile_first,
+    p_tile_slots,
+    p_tile_num_slots,
+    K,
+    n_cols,
+    depth,
+    half,
+    s_x,
+    s_w_e,
+    s_w_n,
+    s_w_k,
+    s_b_l,
+    s_b_e,
+    s_out,
+    limit,
+    alpha,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    Y_BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """One tile of `grouped_product`, of BM rows."""
+    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
+    b_token = b_pair // K
+
+    o_n = i_n * BN + tl.arange(0, BN)  # [BN]
+    b_n = tl.minimum(o_n, n_cols - 1)
+    if HALVES == 1:
+        b_n = (b_n % 2) * half + b_n // 2
+    o_k = tl.arange(0, BK)
+    b_x = b_token if GATHER else b_row
+    p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
+    p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
+    b_acc = tl.zeros([BM, BN], tl.float32)
+    for o_depth in range(0, depth, BK):
+        if EVEN_K:
+            b_a = tl.load(p_a)
+            b_w = tl.load(p_wt)
+        else:
+            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
+        p_a += BK
+        p_wt += BK * s_w_k
+
+    if HAS_LORA:
+        num_slots = tl.load(p_tile_num_slots + i_tile)
+        p_slots = p_tile_slots + i_tile * SLOT_CAP
+        b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
+        b_y_row = b_token if Y_BY_TOKEN else b_row
+        p_yt = p_y + b_y_row.to(tl.int64)[:, None] * RP
+        p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
+        b_acc = add_lora_columns(b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, R, RP, BR, PRECISION)
+
+    if HAS_BIAS:
+        b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
+    b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
+    if HALVES == 0:
+        b_out = b_acc if ACT == 0 else activate(b_acc, ACT)
+        m_o = m_m[:, None] & (o_n < n_cols)[None, :]
+        tl.store(p_out + b_to + o_n[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+    else:
+        b_gate, b_up = tl.split(tl.reshape(b_acc, [BM, BN // 2, 2]))  # [BM, BN/2]
+        b_out = activate_gated(b_gate, b_up, limit, alpha, ACT)
+        o_i = i_n * (BN // 2) + tl.arange(0, BN // 2)
+        m_o = m_m[:, None] & (o_i < n_cols // 2)[None, :]
+        tl.store(p_out + b_to + o_i[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def grouped_product(
+    p_x,
+    p_w,
+    p_bias,
+    p_y,
+    p_b,
+    p_rank,
+    p_out,
+    p_sorted,
+    p_row_slot,
+    p_tile_expert,
+    p_tile_first,
+    p_tile_rows,
+    p_tile_slots,
+    p_tile_num_slots,
+    tiles,
+    K,
+    n_cols,
+    depth,
+    half,
+    s_x,
+    s_w_e,
+    s_w_n,
+    s_w_k,
+    s_b_l,
+    s_b_e,
+    s_out,
+    limit,
+    alpha,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
+    HALVES: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    Y_BY_TOKEN: tl.constexpr,
+    R: tl.constexpr,
+    RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BR: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALVE: tl.constexpr,
+):
+    """out = act(x·Wᵀ + bias + y·Bᵀ) for one tile and BN columns of W.
+
+    GATHER: x is by token, else by row. SCATTER: out is by pair, else by row. HALVES: 0 the columns are W's; 1 column c
+    is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
+    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`.
+    """
+    # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
+    i_pid = tl.program_id(0)
+    blocks_n = tl.cdiv(n_cols, BN)
+    i_group = i_pid // (GROUP * blocks_n)
+    group = tl.minimum(tiles - i_group * GROUP, GROUP)
+    i_in = i_pid % (GROUP * blocks_n)
+    i_tile = i_group * GROUP + i_in % group
+    i_n = i_in // group
+    expert = tl.load(p_tile_expert + i_tile)
+    if expert < 0:
+        return
+    rows = tl.load(p_tile_rows + i_tile)
+    # The last tile of an expert is often small: half the rows cost half the products.
+    if HALVE and rows <= BM // 2:
+        product_tile(
+            expert,
+            i_tile,
+            i_n,
+            rows,
+            p_x,
+            p_w,
+            p_bias,
+            p_y,
+            p_b,
+            p_rank,
+            p_out,
+            p_sorted,
+            p_row_slot,
+            p_tile_first,
+            p_tile_slots,
+            p_tile_num_slots,
+            K,
+            n_cols,
+            depth,
+            half,
+            s_x,
+            s_w_e,
+            s_w_n,
+            s_w_k,
+            s_b_l,
+            s_b_e,
+            s_out,
+            limit,
+            alpha,
+            GATHER,
+            SCATTER,
+            HALVES,
+            ACT,
+            HAS_BIAS,
+            HAS_LORA,
+            Y_BY_TOKEN,
+            R,
+            RP,
+            SLOT_CAP,
+            EVEN_K,
+            PRECISION,
+            BM // 2,
+            BN,
+            BK,
+            BR,
+        )
+    else:
+        product_tile(
+            expert,
+            i_tile,
+            i_n,
+            rows,
+            p_x,
+            p_w,
+            p_bias,
+            p_y,
+            p_b,
+            p_rank,
+            p_out,
+            p_sorted,
+            p_row_slot,
+            p_tile_first,
+            p_tile_slots,
+            p_tile_num_slots,
+            K,
+            n_cols,
+            depth,
+            half,
+            s_x,
+            s_w_e,
+            s_w_n,
+            s_w_k,
+            s_b_l,
+            s_b_e,
+            s_out,
+            limit,
+            alpha,
+            GATHER,
+            SCATTER,
+            HALVES,
+            ACT,
+            HAS_BIAS,
+            HAS_LORA,
+            Y_BY_TOKEN,
+            R,
+            RP,
+            SLOT_CAP,
+            EVEN_K,
+            PRECISION,
+            BM,
+            BN,
+            BK,
+            BR,
+        )

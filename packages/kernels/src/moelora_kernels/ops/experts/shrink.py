@@ -1,0 +1,118 @@
+"""Triton kernels around the experts' products: A x of each row's own slot before them, the sum over K behind them.
+
+Legend: T tokens, K experts per token, E experts, R rank (RP: rounded up to 16), H hidden, P pairs (= T·K).
+"""
+
+import triton
+import triton.language as tl
+
+from moelora_kernels.ops.experts.lora import lora_columns, tile_rows
+
+
+@triton.jit
+def shrink(
+    p_x,
+    p_a,
+    p_rank,
+    p_y,
+    p_sorted,
+    p_row_slot,
+    p_tile_expert,
+    p_tile_first,
+    p_tile_rows,
+    p_tile_slots,
+    p_tile_num_slots,
+    K,
+    depth,
+    s_x,
+    s_a_l,
+    s_a_e,
+    s_a_r,
+    col_blocks,
+    GATHER: tl.constexpr,
+    Y_BY_TOKEN: tl.constexpr,
+    RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """y = A x for one tile, each row with its own slot's A, in passes of BC of the tile's LoRA columns."""
+    i_tile = tl.program_id(0) // col_blocks
+    i_c = tl.program_id(0) % col_blocks
+    expert = tl.load(p_tile_expert + i_tile)
+    if expert < 0:
+        return
+    num_slots = tl.load(p_tile_num_slots + i_tile)
+    if i_c * BC >= num_slots * RP:
+        return
+    rows = tl.load(p_tile_rows + i_tile)
+    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
+    b_token = b_pair // K
+    b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
+    o_k = tl.arange(0, BK)
+    b_x = b_token if GATHER else b_row
+    p_xt = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
+    b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
+    for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
+        o_cc = o_c + tl.arange(0, BC)  # [BC]
+        b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP)
+        m_c = m_c & (o_cc < num_slots * RP)
+        if tl.sum(m_c.to(tl.int32), 0) > 0:
+            # Columns beyond the rank read rank index 0, a valid address, and become zeros.
+            m_r = m_c & (b_r < tl.load(p_rank + b_slot))
+            b_at = b_slot.to(tl.int64) * s_a_l + tl.where(m_r, b_r, 0) * s_a_r + expert.to(tl.int64) * s_a_e
+            p_at = p_a + b_at[None, :] + o_k[:, None]  # [BK, BC]
+            p_xk = p_xt
+            b_acc = tl.zeros([BM, BC], tl.float32)
+            for o_depth in range(0, depth, BK):
+                if EVEN_K:
+                    b_xk = tl.load(p_xk)
+                    b_ak = tl.load(p_at)
+                else:
+                    b_xk = tl.load(p_xk, mask=o_k[None, :] < depth - o_depth, other=0.0)
+                    b_ak = tl.load(p_at, mask=o_k[:, None] < depth - o_depth, other=0.0)
+                b_acc = tl.dot(b_xk, b_ak, b_acc, input_precision=PRECISION)
+                p_xk += BK
+                p_at += BK
+            m_y = m_m[:, None] & m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])
+            b_acc = tl.where(m_r[None, :], b_acc, 0.0)
+            tl.store(p_y + b_y_to + b_r[None, :], b_acc.to(p_y.dtype.element_ty), mask=m_y)
+
+
+@triton.jit(do_not_specialize=["tokens", "experts"])
+def combine(
+    p_pairs,
+    p_ids,
+    p_weights,
+    p_live,
+    p_out,
+    tokens,
+    experts,
+    width,
+    s_pairs,
+    s_out,
+    s_weights_t,
+    s_weights_k,
+    HAS_LIVE: tl.constexpr,
+    K: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """out[t] = Σ_k weight[t, k] · pairs[t·K + k] in fp32, k ascending; pairs without an expert are not read."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)  # [BH]
+    m_h = o_h < width
+    live = tokens
+    if HAS_LIVE:
+        live = tl.load(p_live).to(tl.int32)
+    b_acc = tl.zeros([BH], tl.float32)
+    for i_k in tl.static_range(K):
+        expert = tl.load(p_ids + i_t * K + i_k)
+        alive = (expert >= 0) & (expert < experts) & (i_t < live)
+        weight = tl.load(p_weights + i_t * s_weights_t + i_k * s_weights_k).to(tl.float32)
+        m_k = o_h < tl.where(alive, width, 0)
+        b_pair = tl.load(p_pairs + (i_t * K + i_k) * s_pairs + o_h, mask=m_k, other=0.0).to(tl.float32)
+        b_acc += tl.where(alive, weight, 0.0) * b_pair
+    tl.store(p_out + i_t * s_out + o_h, b_acc.to(p_out.dtype.element_ty), mask=m_h)

@@ -1,0 +1,124 @@
+"""The scoring head: equal to all logits at once, whatever the chunking, and bit-equal for a row wherever it stands."""
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from moelora.backends.base import DenseSlots
+from moelora.errors import ConfigError
+from moelora_kernels.ops import score_head
+from moelora_kernels.ops.score_head import HeadConfig, score_rows
+from moelora_kernels.ops.score_head.naive import naive_scores
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FEW = settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
+SMALL = HeadConfig(block_m=16, block_n=32, block_k=32, warps=4, stages=2, group=2)
+
+
+def make(N, V, H, *, seed, dtype=torch.float32, ranks=None, R=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g).to(dtype).to(DEVICE)
+
+    x, w = randn(N, H), randn(V, H) * H**-0.5
+    targets = torch.randint(-1, V, (N,), generator=g).to(DEVICE)
+    if ranks is None:
+        return x, w, targets, None, None
+    a, b = randn(len(ranks), R, H) * H**-0.5, randn(len(ranks), V, R)
+    for slot, rank in enumerate(ranks):
+        a[slot, rank:] = 0
+        b[slot, :, rank:] = 0
+    slots = DenseSlots(a_LRI=a, b_LOR=b, ranks_L=torch.tensor(ranks, dtype=torch.int32, device=DEVICE))
+    row_slot = torch.randint(-1, len(ranks), (N,), generator=g, dtype=torch.int32).to(DEVICE)
+    return x, w, targets, slots, row_slot
+
+
+def compare(scores, expected, top_k):
+    target, argmax, best, lse, top_ids, top = expected
+    torch.testing.assert_close(scores.target_logprob.double(), target, rtol=1e-6, atol=2e-5, equal_nan=True)
+    torch.testing.assert_close(scores.argmax_logprob.double(), best, rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(scores.lse.double(), lse, rtol=1e-6, atol=2e-5)
+    assert torch.equal(scores.argmax_id, argmax)
+    assert torch.equal(scores.top_ids, top_ids)
+    torch.testing.assert_close(scores.top_logprobs.double(), top, rtol=1e-6, atol=2e-5)
+    assert scores.top_ids.shape[1] == top_k
+
+
+@FEW
+@given(
+    N=st.integers(1, 40),
+    V=st.sampled_from([5, 64, 100]),
+    H=st.sampled_from([32, 36]),
+    ranks=st.none() | st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    extras=st.sampled_from([{}, {"logit_scale": 0.25}, {"softcap": 2.0}, {"logit_scale": 3.0, "softcap": 5.0}]),
+    top_k=st.sampled_from([0, 1, 5]),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_equals_all_logits_at_once(N, V, H, ranks, extras, top_k, with_bias, seed):
+    x, w, targets, slots, row_slot = make(N, V, H, seed=seed, ranks=ranks, R=max([1, *(ranks or [])]))
+    bias = torch.linspace(-1, 1, V, device=DEVICE) if with_bias else None
+    more = {"bias_V": bias, "slots": slots, "row_slot_N": row_slot, "top_k": top_k, **extras}
+    compare(score_rows(x, w, targets, config=SMALL, **more), naive_scores(x, w, targets, **more), top_k)
+
+
+def test_ties_go_to_the_lowest_id():
+    x = torch.ones(3, 32, device=DEVICE)
+    w = torch.zeros(100, 32, device=DEVICE)
+    w[[90, 40, 41]] = 0.5
+    scores = score_rows(x, w, torch.tensor([40, 90, 0], device=DEVICE), top_k=4, config=SMALL)
+    assert scores.argmax_id.tolist() == [40, 40, 40]
+    assert scores.top_ids.tolist() == [[40, 41, 90, 0]] * 3
+    assert scores.target_logprob[0] == scores.target_logprob[1] == scores.argmax_logprob[0]
+
+
+def test_minus_infinity_and_nan_stay_in_their_rows():
+    x, w, targets, _, _ = make(4, 70, 32, seed=1)
+    bias = torch.zeros(70, device=DEVICE)
+    bias[:64] = float("-inf")
+    targets[:] = torch.tensor([3, 65, 69, 64])
+    x[3, 0] = float("nan")
+    scores = score_rows(x, w, targets, bias_V=bias, top_k=8, config=SMALL)
+    assert scores.target_logprob[0] == float("-inf")
+    assert torch.isfinite(scores.target_logprob[1:3]).all()
+    assert (scores.argmax_id[:3] >= 64).all()
+    assert (scores.top_ids[:3, 6:] == -1).all()
+    assert scores.target_logprob[3].isnan()
+    assert scores.lse[3].isnan()
+
+
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(monkeypatch):
+    x, w, targets, slots, row_slot = make(37, 70, 32, seed=3, ranks=[4, 16, 9], R=16)
+    more = {"slots": slots, "config": SMALL, "top_k": 2}
+    together = score_rows(x, w, targets, row_slot_N=row_slot, **more)
+    for row in (0, 20, 36):
+        part = slice(row, row + 1)
+        alone = score_rows(x[part], w, targets[part], row_slot_N=row_slot[part], **more)
+        for name in ("target_logprob", "argmax_logprob", "lse", "top_logprobs"):
+            assert torch.equal(getattr(alone, name).nan_to_num(7), getattr(together, name)[part].nan_to_num(7))
+    monkeypatch.setattr(score_head, "_SCRATCH_BYTES", 1)
+    chunked = score_rows(x, w, targets, row_slot_N=row_slot, **more)
+    assert torch.equal(chunked.lse, together.lse)
+    assert torch.equal(chunked.top_ids, together.top_ids)
+
+
+def test_base_rows_have_the_bits_of_a_head_without_lora():
+    x, w, targets, slots, row_slot = make(20, 70, 32, seed=4, ranks=[4, 80], R=80)
+    mixed = score_rows(x, w, targets, slots=slots, row_slot_N=row_slot, config=SMALL)
+    plain = score_rows(x, w, targets, config=SMALL)
+    rows = row_slot == -1
+    assert torch.equal(mixed.lse[rows], plain.lse[rows])
+    assert not torch.equal(mixed.lse[~rows], plain.lse[~rows])
+
+
+def test_no_rows_and_refusals():
+    x, w, targets, _, _ = make(3, 70, 32, seed=1)
+    assert score_rows(x[:0], w, targets[:0]).lse.shape == (0,)
+    with pytest.raises(ConfigError, match="top_k must lie between 0 and 64"):
+        score_rows(x, w, targets, top_k=65)
+    with pytest.raises(ConfigError, match="softcap must be positive"):
+        score_rows(x, w, targets, softcap=0.0)
+    with pytest.raises(ConfigError, match="shapes disagree"):
+        score_rows(x, w, targets[:2])
