@@ -130,3 +130,17 @@ def reference_logprobs(model: torch.nn.Module, token_ids: list[int]) -> torch.Te
         logits = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs[:-1].gather(1, torch.tensor(token_ids[1:], dtype=torch.int64).unsqueeze(1))[:, 0]
+
+
+def peft_adapter(folder: Path, model: torch.nn.Module, seed: int, *, rank: int = 4, **options: Any) -> None:
+    """Saves an adapter of random A and B that PEFT made for `model`, which is left as it was."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.normal_(0.0, 0.15)
+    adapted.save_pretrained(folder)
+    adapted.unload()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,17 +15,18 @@ from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.loader import load_adapter
 from moelora.backends import get_backend
-from moelora.backends.base import Backend, MoeShape
+from moelora.backends.base import Backend
 from moelora.batching.packing import pack
 from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
 from moelora.batching.sequences import Sequence as Tokens
-from moelora.capacity import EagerReason, PrefillCapacity
+from moelora.capacity import EagerReason, PrefillCapacity, default_buckets
+from moelora.environment import resolve_device, versions
 from moelora.errors import AdapterError, ConfigError, RequestError, choose_from
-from moelora.graphs.base import GraphRunner
 from moelora.graphs.eager import EagerRunner
-from moelora.models.base_model import BaseModel, BaseSource, load_base, open_base, resolve_dtype
+from moelora.graphs.select import RunnerRequest, Selection, select_runner
+from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
-from moelora.models.experts import is_experts_module, up_parameter
+from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
 from moelora.scoring.head import RowScores, ScoringHead
 from moelora.scoring.results import ResultBuilder
@@ -113,13 +112,13 @@ class PrefillEngine:
         )
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = ScoringHead(self._base, self._backend, chunk_rows=options.score_chunk_rows)
-        self._runner = self._make_runner()
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
         self._tokens = 0
         self._padded_tokens = 0
         self._check_installed()
-        self._runner.capture()
+        self._selection = self._select_runner(say)
+        self._runner = self._selection.runner
 
     # What the engine knows of itself.
 
@@ -213,6 +212,7 @@ class PrefillEngine:
             "dtype": str(self._base.dtype).removeprefix("torch."),
             "backend": self._backend.capabilities.name,
             "graph": str(self.options.graph),
+            "graphs": self._selection.report(),
             "passes": [
                 {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
                 for (mode, bucket), count in sorted(self._passes.items(), key=str)
@@ -229,7 +229,7 @@ class PrefillEngine:
             "peak_device_bytes": peak,
             "score_chunk_rows": self._head.chunk_rows(),
             "skipped_checkpoint_tensors": len(self._base.skipped),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
     # Construction.
@@ -268,33 +268,46 @@ class PrefillEngine:
         return PrefillCapacity(
             max_tokens=max_tokens,
             max_requests=max_requests,
-            full_max_requests=min(max_requests, max(max_tokens // 128, 1)),
+            full_max_requests=min(max_requests, max(max_tokens // 16, 1)),
             slots=slots,
             max_rank=max_rank,
         )
 
     def _prepare_backend(self) -> None:
         self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
-        shapes = _moe_shapes(self._base, self._adapters.values())
+        shapes = moe_shapes(self._base.causal_lm, self._base.text_config, self._ranks())
         if shapes:
             self._backend.init_moe_buffers(Phase.PREFILL, self._capacity, self._device, self._base.dtype, shapes)
 
-    def _make_runner(self) -> GraphRunner:
-        if self.options.graph is GraphMode.OFF:
-            reason = EagerReason.GRAPH_OFF
-        elif self._device.type != "cuda":
-            reason = EagerReason.NO_GRAPH_DEVICE
-        elif not self._base.architecture.packs:
-            reason = EagerReason.PACKING_NOT_SUPPORTED
-        else:
-            reason = EagerReason.BACKEND_NOT_CAPTURABLE
-        return EagerRunner(self._base, self._backend, Phase.PREFILL, reason)
+    def _ranks(self) -> dict[str, int]:
+        """The largest rank by target."""
+        return dict(BankLayout.of(self._adapters.values()).ranks)
+
+    def _select_runner(self, say: Callable[[str], None]) -> Selection:
+        tokens = self._capacity.max_tokens
+        buckets = self.options.buckets or default_buckets(tokens)
+        if max(buckets) > tokens or min(buckets) < 1:
+            raise ConfigError(f"buckets must lie in [1, max_tokens = {tokens}], got {', '.join(map(str, buckets))}")
+        return select_runner(
+            RunnerRequest(
+                base=self._base,
+                backend=self._backend,
+                phase=Phase.PREFILL,
+                mode=self.options.graph,
+                capacity=self._capacity,
+                buckets=buckets,
+                has_adapters=bool(self._adapters),
+                has_replacements=bool(self._bank.layout.replaced),
+                on_event=say,
+            )
+        )
 
     def _check_installed(self) -> None:
         """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
         probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), rows=(), top_k=0)
+        eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
         with torch.inference_mode():
-            hidden_TH = self._runner.run(pack([probe], {}, self._device)).hidden_TH
+            hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
             self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
         self._installed.check_all_called()
 
@@ -355,25 +368,6 @@ class PrefillEngine:
         )
 
 
-def resolve_device(device: str) -> torch.device:
-    """The torch device for "auto", "cpu", "cuda" or "cuda:N". Raises `ConfigError` for one that is not here."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(choose_from("device", device, ["auto", "cpu", "cuda", "cuda:0"])) from None
-    if resolved.type not in _DEFAULT_TOKENS:
-        raise ConfigError(choose_from("device", device, ["auto", "cpu", "cuda", "cuda:0"]))
-    if resolved.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise ConfigError(f"device {device!r}: this machine has no usable CUDA device; valid: cpu")
-        if (resolved.index or 0) >= count:
-            raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
-    return resolved
-
-
 def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
     # Off CUDA the Triton backends would run in their interpreter, which is for tests.
     name = options.backend if options.backend != "auto" else "torch"
@@ -386,42 +380,3 @@ def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
             f"{', '.join(sorted(backend.capabilities.device_types))}. Valid on {device.type}: torch"
         )
     return backend
-
-
-def _moe_shapes(base: BaseModel, adapters: Iterable[Adapter]) -> list[MoeShape]:
-    """The distinct widths of the model's experts layers."""
-    ranks: Counter[str] = Counter()
-    for adapter in adapters:
-        for name, factors in adapter.factors.items():
-            ranks[name] = max(ranks[name], factors.rank)
-    config = base.text_config
-    top_k = next(
-        (getattr(config, n) for n in ("num_experts_per_tok", "moe_k", "top_k_experts") if hasattr(config, n)), 1
-    )
-    shapes = set()
-    for name, module in base.causal_lm.named_modules():
-        if is_experts_module(module):
-            up, down = getattr(module, up_parameter(module)), module.down_proj
-            out_dim, in_dim = (2, 1) if module.is_transposed else (1, 2)
-            shapes.add(
-                MoeShape(
-                    num_experts=up.shape[0],
-                    top_k=top_k,
-                    hidden=up.shape[in_dim],
-                    up_out=up.shape[out_dim],
-                    inter=down.shape[in_dim],
-                    max_rank_up=ranks[f"{name}.{up_parameter(module)}"],
-                    max_rank_down=ranks[f"{name}.down_proj"],
-                )
-            )
-    return sorted(shapes, key=str)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

@@ -4,10 +4,8 @@ Both share everything but the order of rows. `triton` cuts runs of neighbouring 
 packed prefill, where requests are long. `csgmv` first orders rows by slot, so that rows of one slot fill whole chunks
 however they are scattered: many short requests over few adapters.
 
-Whether the LoRA kernels run is read from the handle. `has_lora` True: they do. False on an eager handle: they do not,
-and an all-base batch costs what the base costs. False on a bucket's handle as `prepare_batch` made it: they do, since a
-graph captured from base rows must serve adapters later. Where a handle was made for adapter rows and `has_lora` was
-then replaced by False, they do not: that is how the variant of a graph without LoRA is captured.
+Whether the LoRA kernels run is read from the handle's `has_lora` alone. Whoever captures a graph sets it: True records
+them even from base rows, False makes the variant for all-base batches, which costs what the base costs.
 """
 
 from __future__ import annotations
@@ -47,6 +45,7 @@ from moelora_kernels.ops.dense_lora import (
 )
 
 if TYPE_CHECKING:
+    from moelora.models.context import Segments
     from moelora_kernels.ops.experts.buffers import MoeBuffers
 
 _DEVICE_TYPES = frozenset({"cuda", "cpu"} if interpreted() else {"cuda"})
@@ -55,7 +54,7 @@ _GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """What a handle carries beside its public fields. `prepared_lora`: whether the batch had adapter rows.
+    """What a handle carries beside its public fields.
 
     `static`: its buffers are those of the phase, which a graph may bake in; else they are the handle's own.
     num_live_1: int32, tokens before the padding. order_T: tokens by slot, for the experts.
@@ -63,7 +62,6 @@ class _Handle:
 
     phase: Phase
     rows: RowTiles
-    prepared_lora: bool
     static: bool = False
     scratch: torch.Tensor | None = None
     num_live_1: torch.Tensor | None = None
@@ -147,7 +145,6 @@ class _TiledBackend(Backend):
         handle = _Handle(
             phase=phase,
             rows=rows,
-            prepared_lora=has_lora,
             static=True,
             scratch=own.scratch,
             num_live_1=own.num_live_1,
@@ -157,7 +154,7 @@ class _TiledBackend(Backend):
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
         rows = self._loose_rows(row_slot_N, has_lora)
-        handle = _Handle(phase=Phase.PREFILL, rows=rows, prepared_lora=has_lora)
+        handle = _Handle(phase=Phase.PREFILL, rows=rows)
         return LoraMetadata(phase=Phase.PREFILL, token_slot_T=row_slot_N, has_lora=has_lora, private=handle)
 
     def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
@@ -172,13 +169,13 @@ class _TiledBackend(Backend):
     ) -> None:
         handle = self._handle(meta)
         pairs = [(out, one) for out, one in zip(outs_TO, slots, strict=True) if one is not None]
-        if pairs and _runs(meta, handle):
+        if pairs and meta.has_lora:
             outs, live = zip(*pairs, strict=True)
             dense_lora(x_TI, outs, live, handle.rows, scratch=_scratch(handle, x_TI.dtype))
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         handle = self._handle(meta)
-        if _runs(meta, handle):
+        if meta.has_lora:
             embedding_lora(ids_T, out_TH, slots, handle.rows, scratch=_scratch(handle, out_TH.dtype))
 
     def experts(
@@ -196,19 +193,79 @@ class _TiledBackend(Backend):
             raise PhaseError(f"phase {meta.phase} has no expert buffers; call init_moe_buffers for it first")
         from moelora_kernels.ops.experts import experts_lora
 
-        return experts_lora(
-            x_TH,
-            expert_ids_TK,
-            weights_TK,
-            base,
-            up_slots,
-            down_slots,
-            meta.token_slot_T,
-            buffers=self._moe[meta.phase],
-            has_lora=_runs(meta, handle),
-            phase=meta.phase,
-            num_live=handle.num_live_1,
-            order_T=handle.order_T,
+        buffers = self._moe[meta.phase]
+        tokens = x_TH.shape[0]
+        if tokens <= buffers.max_tokens:
+            return experts_lora(
+                x_TH,
+                expert_ids_TK,
+                weights_TK,
+                base,
+                up_slots,
+                down_slots,
+                meta.token_slot_T,
+                buffers=buffers,
+                has_lora=meta.has_lora,
+                phase=meta.phase,
+                num_live=handle.num_live_1,
+                order_T=handle.order_T,
+            )
+        # One request longer than the budget of a batch: rows are independent, so it passes through in pieces.
+        out_TH = torch.empty_like(x_TH)
+        for begin in range(0, tokens, buffers.max_tokens):
+            piece = slice(begin, begin + buffers.max_tokens)
+            out_TH[piece] = experts_lora(
+                x_TH[piece],
+                expert_ids_TK[piece],
+                weights_TK[piece],
+                base,
+                up_slots,
+                down_slots,
+                meta.token_slot_T[piece],
+                buffers=buffers,
+                has_lora=meta.has_lora,
+                phase=meta.phase,
+            )
+        return out_TH
+
+    def attention(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        segments: Segments,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        softcap: float | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from moelora_kernels.ops.attention import (
+            attention_tiles,
+            pick_attention_config,
+            torch_refusal,
+            varlen_attention,
+        )
+
+        captured = segments.lengths is None
+        if mask is not None or (interpreted() and not captured):
+            # Masks that hold more than causality, and the CPU, take the exact and slow way.
+            return super().attention(
+                q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
+            )
+        options = {"scale": scale, "window": window, "sinks_H": sinks, "softcap": softcap}
+        if not captured and torch_refusal(q_THD, v_THD, softcap) is None:
+            return varlen_attention(
+                q_THD, k_THD, v_THD, segments.cu_seqlens_S1, segments.longest, backend="torch", **options
+            )
+        # torch's grid is request slots × the longest sequence; inside a graph both are bounds, and ours follows tokens.
+        config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2])
+        if config not in segments.cache:
+            segments.cache[config] = attention_tiles(segments.cu_seqlens_S1, q_THD.shape[0], config)
+        tiles = segments.cache[config]
+        return varlen_attention(
+            q_THD, k_THD, v_THD, segments.cu_seqlens_S1, segments.longest, backend="triton", tiles=tiles, **options
         )
 
     def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:
@@ -218,7 +275,6 @@ class _TiledBackend(Backend):
         handle = _Handle(
             phase=phase,
             rows=self._loose_rows(token_slot_T, has_lora),
-            prepared_lora=has_lora,
             # The order is a view of the phase's route buffers, which the next batch refills.
             order_T=order_T.clone() if order_T is not None else None,
         )
@@ -322,11 +378,6 @@ class CsgmvBackend(_TiledBackend):
         chunk_rows = csgmv_chunk_rows(slot_N.shape[0])
         order_rows(slot_N, chunk_rows, tiles, perm_N)
         return RowTiles(tiles, chunk_rows, perm_N)
-
-
-def _runs(meta: LoraMetadata, handle: _Handle) -> bool:
-    """Whether the LoRA kernels run; see the module docstring."""
-    return meta.has_lora or (handle.static and not handle.prepared_lora)
 
 
 def _scratch(handle: _Handle, dtype: torch.dtype) -> torch.Tensor | None:

@@ -25,18 +25,21 @@ SlotRows = list[tuple[int, torch.Tensor]]
 
 
 class TorchBackend(Backend):
-    """One product per slot over the rows of that slot. Keeps no buffers; the phases are still told apart."""
+    """One product per slot over the rows of that slot.
+
+    Finding those rows synchronises, so that it captures no graphs; its static metadata still keeps the contract.
+    """
 
     capabilities = Capabilities(name="torch", device_types=frozenset({"cpu", "cuda"}), graph_modes=frozenset())
 
     def __init__(self) -> None:
-        self._capacity: dict[Phase, PrefillCapacity] = {}
+        self._token_slots: dict[Phase, torch.Tensor] = {}
         self._moe_phases: set[Phase] = set()
 
     def init_graph_metadata(self, phase: Phase, capacity: PrefillCapacity, device: torch.device) -> None:
-        if phase in self._capacity:
+        if phase in self._token_slots:
             raise PhaseError(f"the metadata of phase {phase} was made already")
-        self._capacity[phase] = capacity
+        self._token_slots[phase] = torch.full((capacity.max_tokens,), BASE_SLOT, dtype=torch.int32, device=device)
 
     def init_moe_buffers(
         self,
@@ -51,24 +54,28 @@ class TorchBackend(Backend):
         self._moe_phases.add(phase)
 
     def prepare_batch(self, batch: PackedBatch, *, phase: Phase, bucket: int | None = None) -> LoraMetadata:
-        if phase not in self._capacity:
+        if phase not in self._token_slots:
             raise PhaseError(f"phase {phase} has no metadata; call init_graph_metadata for it first")
-        assert bucket is None, "the torch backend captures no graphs"
-        return self._metadata(phase, batch.token_slot_T, any(slot != BASE_SLOT for slot in batch.slots))
+        has_lora = any(slot != BASE_SLOT for slot in batch.slots)
+        if bucket is None:
+            return self._metadata(phase, batch.token_slot_T, has_lora)
+        static_T = self._token_slots[phase]
+        static_T[: batch.num_tokens].copy_(batch.token_slot_T)
+        static_T[batch.num_tokens :].fill_(BASE_SLOT)
+        # No row lists: they would be those of this batch, and a replay must read the buffer.
+        return LoraMetadata(phase=phase, token_slot_T=static_T[:bucket], has_lora=has_lora)
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
         return self._metadata(Phase.PREFILL, row_slot_N, has_lora)
 
     @staticmethod
     def _metadata(phase: Phase, token_slot_T: torch.Tensor, has_lora: bool) -> LoraMetadata:
-        rows: SlotRows = []
-        if has_lora:
-            rows = [(s, (token_slot_T == s).nonzero()[:, 0]) for s in token_slot_T.unique().tolist() if s != BASE_SLOT]
+        rows = _rows_by_slot(token_slot_T) if has_lora else []
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=rows)
 
     def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         ranks = slots.ranks_L.tolist()
-        for slot, rows in meta.private:
+        for slot, rows in _slot_rows(meta):
             rank = ranks[slot]
             if rank:
                 delta = _low_rank(x_TI[rows], slots.a_LRI[slot, :rank], slots.b_LOR[slot, :, :rank])
@@ -76,7 +83,7 @@ class TorchBackend(Backend):
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         ranks = slots.ranks_L.tolist()
-        for slot, rows in meta.private:
+        for slot, rows in _slot_rows(meta):
             rank = ranks[slot]
             if rank:
                 a_NR = slots.a_LRI[slot, :rank, ids_T[rows]].T.float()
@@ -109,6 +116,14 @@ class TorchBackend(Backend):
                 out_PH[pairs] = (base.post_norm(down) if base.post_norm is not None else down).float()
         out_PH *= weights_TK.reshape(-1, 1).float()
         return out_PH.view(tokens, top_k, -1).sum(dim=1).to(x_TH.dtype)
+
+
+def _rows_by_slot(token_slot_T: torch.Tensor) -> SlotRows:
+    return [(s, (token_slot_T == s).nonzero()[:, 0]) for s in token_slot_T.unique().tolist() if s != BASE_SLOT]
+
+
+def _slot_rows(meta: LoraMetadata) -> SlotRows:
+    return _rows_by_slot(meta.token_slot_T) if meta.private is None else meta.private
 
 
 def _low_rank(x_NI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The graph-runner contract: given a packed batch, run the decoder body and say in which mode that happened.
 
-A runner decides by `moelora.capacity.admit` and nowhere else. Capture happens in `capture`, before the first batch;
+A runner decides by `moelora.capacity.admit` and nowhere else. Whatever it captures, it captures before the first batch;
 `run` only replays or runs eagerly. What a replay reads lies in static buffers that the runner or the backend owns.
 """
 
@@ -28,10 +28,6 @@ class BodyOutput:
 
 class GraphRunner(ABC):
     """Runs the body of the model over packed batches of one phase."""
-
-    @abstractmethod
-    def capture(self) -> None:
-        """Captures whatever will be replayed. Called once, after all kernels are ready."""
 
     @abstractmethod
     def run(self, batch: PackedBatch) -> BodyOutput:

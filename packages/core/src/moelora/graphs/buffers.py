@@ -30,6 +30,10 @@ class StaticInputs:
         """int64 `[1, bucket]`, a view."""
         return self._positions_T[:bucket].unsqueeze(0)
 
+    def boundaries(self, bucket: int) -> torch.Tensor:
+        """int32, a view: no more request slots than the bucket has tokens."""
+        return self.cu_seqlens_S1[: min(self._request_slots, bucket) + 1]
+
     def fill(self, batch: PackedBatch, bucket: int) -> None:
         """Copies a batch in and covers the tail. Boundaries only where they fit (full graphs are admitted by that)."""
         live = batch.num_tokens

@@ -19,9 +19,6 @@ class EagerRunner(GraphRunner):
         self._phase = phase
         self._reason = reason
 
-    def capture(self) -> None:
-        """Nothing to capture."""
-
     def run(self, batch: PackedBatch) -> BodyOutput:
         context = ForwardContext(
             backend=self._backend,

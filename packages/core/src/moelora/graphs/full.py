@@ -24,7 +24,7 @@ class FullGraph:
 
     def run_eagerly(self, meta: LoraMetadata, live: Segments) -> torch.Tensor:
         """The padded forward that capture records, without a graph. Returns `[bucket, H]`."""
-        segments = Segments(cu_seqlens_S1=self._inputs.cu_seqlens_S1, lengths=None, longest=self._bucket)
+        segments = Segments(cu_seqlens_S1=self._inputs.boundaries(self._bucket), lengths=None, longest=self._bucket)
         with forward_context(ForwardContext(backend=self._backend, meta=meta, segments=segments)):
             output = self._base.body(
                 input_ids=self._inputs.ids(self._bucket),

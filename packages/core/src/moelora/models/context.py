@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class Segments:
     cu_seqlens_S1: torch.Tensor
     lengths: tuple[int, ...] | None
     longest: int
+    cache: dict[Any, Any] = field(default_factory=dict)
+    """For what a backend derives from the boundaries once and uses in every layer of this forward."""
 
     @staticmethod
     def of(batch: PackedBatch) -> Segments:

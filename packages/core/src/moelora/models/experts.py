@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
-from moelora.backends.base import ExpertSlots, ExpertsWeights
+from moelora.backends.base import ExpertSlots, ExpertsWeights, MoeShape
 from moelora.errors import CheckpointError
 from moelora.models.context import current_context
 
@@ -102,3 +103,26 @@ def _activation_name(module: torch.nn.Module) -> str | None:
     act_fn = module.act_fn
     name = _ACTIVATIONS.get(type(act_fn).__name__) or _ACTIVATIONS.get(getattr(act_fn, "__name__", ""))
     return name
+
+
+def moe_shapes(model: torch.nn.Module, config: Any, ranks: Mapping[str, int]) -> list[MoeShape]:
+    """The distinct widths of the model's experts layers. config: its text config. ranks: largest rank by target."""
+    names = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
+    top_k = next((value for n in names if isinstance(value := getattr(config, n, None), int)), 1)
+    shapes = set()
+    for name, module in model.named_modules():
+        if is_experts_module(module):
+            up, down = getattr(module, up_parameter(module)), module.down_proj
+            out_dim, in_dim = (2, 1) if module.is_transposed else (1, 2)
+            shapes.add(
+                MoeShape(
+                    num_experts=up.shape[0],
+                    top_k=top_k,
+                    hidden=up.shape[in_dim],
+                    up_out=up.shape[out_dim],
+                    inter=down.shape[in_dim],
+                    max_rank_up=ranks.get(f"{name}.{up_parameter(module)}", 0),
+                    max_rank_down=ranks.get(f"{name}.down_proj", 0),
+                )
+            )
+    return sorted(shapes, key=str)

@@ -1,0 +1,300 @@
+"""Graph runners without a GPU: a recorder that runs the work again, and one that replays what capture saw.
+
+The fake recorder does what a CUDA graph does: the same work, on the same buffers, whatever they hold by then. The stale
+one plays back what was true at capture; every test that passes with it would be worth nothing.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import moelora.engine
+from moelora import BASE_ADAPTER, EngineOptions, GraphMode, Phase, PrefillEngine, Request, RunMode
+from moelora.backends.base import Capabilities, PhaseError
+from moelora.backends.torch_reference import TorchBackend
+from moelora.batching.packing import pack
+from moelora.batching.sequences import Sequence
+from moelora.capacity import EagerReason, PrefillCapacity
+from moelora.graphs.buffers import StaticInputs
+from moelora.graphs.recorder import Recorder, Recording
+from moelora.graphs.select import select_runner
+from moelora.types import BASE_SLOT
+from tiny_models import VOCAB, peft_adapter, save_model
+
+BUCKETS = (4, 16, 48, 64)
+NAMES = ["attention", "experts", "both"]
+
+
+class FakeRecording(Recording):
+    def __init__(self, work):
+        self._work = work
+
+    def replay(self):
+        self._work()
+
+
+class FakeRecorder(Recorder):
+    """Plays back by running the work again: a whole, or the eager parts with everything between them."""
+
+    def __init__(self, device):
+        pass
+
+    def record(self, work):
+        work()
+        return FakeRecording(work)
+
+    def record_parts(self, work):
+        def again():
+            work(lambda eager: eager())
+
+        again()
+        return FakeRecording(again)
+
+    def alias(self, tensor):
+        return tensor
+
+
+class StaleRecorder(FakeRecorder):
+    """What a runner with a stale pointer would do: the result of capture, whatever the buffers hold now."""
+
+    def record(self, work):
+        work()
+        return FakeRecording(lambda: None)
+
+    def record_parts(self, work):
+        work(lambda eager: eager())
+        return FakeRecording(lambda: None)
+
+
+class UncapturableRecorder(FakeRecorder):
+    """Fails like a model that synchronises: whole graphs always, parts if `parts` says so."""
+
+    parts = True
+
+    def record(self, work):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def record_parts(self, work):
+        if type(self).parts:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record_parts(work)
+
+
+class CapturableTorchBackend(TorchBackend):
+    capabilities = Capabilities(
+        name="torch",
+        device_types=frozenset({"cpu"}),
+        graph_modes=frozenset({GraphMode.FULL, GraphMode.BREAKABLE}),
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    model = save_model(folder / "model", "qwen3_moe", seed=1)
+    experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    peft_adapter(folder / "attention", model, 2, rank=8, target_modules=["q_proj", "v_proj", "embed_tokens"])
+    peft_adapter(folder / "experts", model, 3, rank=2, target_modules=[], **experts)
+    peft_adapter(folder / "both", model, 4, rank=3, target_modules=["o_proj", "lm_head"], **experts)
+    peft_adapter(folder / "saved", model, 5, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    return folder
+
+
+def make_engine(world, monkeypatch, mode, recorder=FakeRecorder, names=NAMES, **options):
+    monkeypatch.setattr(moelora.engine, "get_backend", lambda name: CapturableTorchBackend())
+    monkeypatch.setattr(moelora.engine, "select_runner", lambda wanted: select_runner(wanted, recorder))
+    options = {"max_tokens": 64, "buckets": BUCKETS, **options}
+    return PrefillEngine(
+        world / "model",
+        adapters={n: world / n for n in names},
+        options=EngineOptions(device="cpu", graph=mode, **options),
+    )
+
+
+@pytest.fixture(scope="module")
+def eager(world):
+    return PrefillEngine(
+        world / "model",
+        adapters={n: world / n for n in NAMES},
+        options=EngineOptions(device="cpu", graph=GraphMode.OFF),
+    )
+
+
+@pytest.fixture(scope="module", params=[GraphMode.FULL, GraphMode.BREAKABLE])
+def graphed(request, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return make_engine(world, monkeypatch, request.param)
+
+
+def close(results, expected):
+    for got, want in zip(results, expected, strict=True):
+        assert got.error is None
+        for a, b in zip(got.token_logprobs[1:], want.token_logprobs[1:], strict=True):
+            assert abs(a - b) < 1e-5
+        assert abs(got.next_token.logprob - want.next_token.logprob) < 1e-5
+
+
+def row(length, adapter=BASE_ADAPTER, start=0):
+    return Request(token_ids=[(start + 7 * i) % VOCAB for i in range(length)], adapter=adapter)
+
+
+requests = st.builds(row, st.integers(1, 30), st.sampled_from([*NAMES, BASE_ADAPTER]), st.integers(0, 100))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.lists(requests, min_size=1, max_size=8), min_size=1, max_size=4))
+def test_replays_of_any_batches_in_any_order_equal_eager_runs(graphed, eager, batches):
+    for batch in batches:
+        close(graphed.score(batch), eager.score(batch))
+
+
+def test_large_small_all_base_one_token_others_large_again(graphed, eager):
+    large = [row(20, "both"), row(14, "experts", 3), row(9), row(5, "attention", 8)]
+    before = graphed.report()["passes"]
+    for batch in (large, [row(3, "both")], [row(7), row(6)], [row(1, "experts")], [row(12, "attention")], large):
+        results = graphed.score(batch)
+        assert {r.mode for r in results} <= {RunMode.FULL, RunMode.BREAKABLE}
+        close(results, eager.score(batch))
+    assert graphed.report()["passes"] != before
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
+def test_these_tests_notice_a_stale_graph(world, eager, monkeypatch, mode):
+    stale = make_engine(world, monkeypatch, mode, StaleRecorder)
+    with pytest.raises(AssertionError):
+        close(stale.score([row(30, "both")]), eager.score([row(30, "both")]))
+
+
+@pytest.mark.parametrize(("tokens", "bucket"), [(49, 64), (63, 64), (64, 64), (1, 4), (4, 4), (24, 48)])
+def test_bucket_edges(world, eager, monkeypatch, tokens, bucket):
+    engine = make_engine(world, monkeypatch, GraphMode.FULL)
+    close(engine.score([row(tokens, "both")]), eager.score([row(tokens, "both")]))
+    assert engine.report()["passes"] == [{"phase": "prefill", "mode": "full", "bucket": bucket, "count": 1}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "batch", "reason"),
+    [
+        (GraphMode.OFF, {}, [5], EagerReason.GRAPH_OFF),
+        (GraphMode.FULL, {}, [65], EagerReason.TOKENS_OVER_LARGEST_BUCKET),
+        (GraphMode.FULL, {"buckets": (4, 64)}, [7], EagerReason.BUCKET_TOO_SPARSE),
+        (GraphMode.FULL, {"max_tokens": 64}, [2, 2, 2, 1, 1], EagerReason.REQUESTS_OVER_SLOTS),
+        (GraphMode.BREAKABLE, {"max_tokens": 64}, [2, 2, 2, 1, 1], None),
+        (GraphMode.FULL, {"names": ["saved"]}, [5], EagerReason.ADAPTER_NOT_CAPTURABLE),
+        (GraphMode.FULL, {"recorder": UncapturableRecorder}, [5], EagerReason.ARCHITECTURE_NOT_CAPTURABLE),
+    ],
+)
+def test_every_eager_reason_can_be_provoked_and_is_counted(world, monkeypatch, mode, options, batch, reason):
+    engine = make_engine(world, monkeypatch, mode, **options)
+    results = engine.score([row(n) for n in batch])
+    expected = {} if reason is None else {str(reason): 1}
+    assert engine.report()["eager_reasons"] == expected
+    assert {r.mode for r in results} == ({RunMode.BREAKABLE} if reason is None else {RunMode.EAGER})
+
+
+def test_reasons_of_the_machine_the_backend_and_the_architecture(world, monkeypatch, tmp_path):
+    assert EngineOptions(device="cpu").graph is GraphMode.AUTO
+    plain = PrefillEngine(world / "model", options=EngineOptions(device="cpu"))
+    plain.score([row(3)])
+    assert plain.report()["eager_reasons"] == {"no_graph_device": 1}
+    monkeypatch.setattr(moelora.engine, "select_runner", lambda wanted: select_runner(wanted, FakeRecorder))
+    torch_only = PrefillEngine(world / "model", options=EngineOptions(device="cpu"))
+    torch_only.score([row(3)])
+    assert torch_only.report()["eager_reasons"] == {"backend_not_capturable": 1}
+    save_model(tmp_path, "qwen3_next")
+    alone = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
+    alone.score([row(3), row(4)])
+    assert alone.report()["eager_reasons"] == {"packing_not_supported": 2}
+
+
+def test_full_steps_down_to_breakable_and_says_where(world, eager, monkeypatch):
+    monkeypatch.setattr(UncapturableRecorder, "parts", False)
+    engine = make_engine(world, monkeypatch, GraphMode.FULL, UncapturableRecorder)
+    report = engine.report()["graphs"]
+    assert report["mode"] == "breakable"
+    assert "full graphs cannot be captured" in report["notes"][0]
+    assert "test_graphs.py" in report["notes"][0]
+    close(engine.score([row(30, "both")]), eager.score([row(30, "both")]))
+
+
+def test_auto_measures_every_bucket_once(world, eager, monkeypatch):
+    engine = make_engine(world, monkeypatch, GraphMode.AUTO)
+    timings = engine.report()["graphs"]["timings"]
+    assert [t["bucket"] for t in timings] == list(BUCKETS)
+    assert all(t["eager_s"] > 0 and t["graph_s"] > 0 for t in timings)
+    results = engine.score([row(n, "both") for n in (3, 20, 40)])
+    close(results, eager.score([row(n, "both") for n in (3, 20, 40)]))
+    slower = {t["bucket"] for t in timings if t["eager_s"] < t["graph_s"]}
+    assert all((p["mode"] == "eager") or p["bucket"] not in slower for p in engine.report()["passes"])
+
+
+def test_adapters_loaded_replaced_and_dropped_after_capture(world, monkeypatch, eager):
+    engine = make_engine(world, monkeypatch, GraphMode.FULL, slots=1)
+    for name in ("both", "experts", "both", "attention"):
+        close(engine.score([row(11, name)]), eager.score([row(11, name)]))
+    assert engine.report()["adapter_loads"] == 4
+
+
+def test_a_graph_of_base_rows_alone_has_no_lora(world, monkeypatch):
+    engine = make_engine(world, monkeypatch, GraphMode.FULL)
+    calls = []
+    original = CapturableTorchBackend.linear
+    monkeypatch.setattr(CapturableTorchBackend, "linear", lambda *a: calls.append(1) or original(*a))
+    engine.score([row(9)])
+    assert not calls
+    engine.score([row(9, "attention")])
+    assert calls
+
+
+def capacity(**changes):
+    return PrefillCapacity(
+        **{"max_tokens": 32, "max_requests": 8, "full_max_requests": 6, "slots": 2, "max_rank": 4, **changes}
+    )
+
+
+def packed(lengths, slots):
+    names = {BASE_SLOT: BASE_ADAPTER, 0: "a", 1: "b"}
+    sequences = [
+        Sequence(request=i, adapter=names[s], token_ids=(i + 1,) * n, rows=(), top_k=0)
+        for i, (n, s) in enumerate(zip(lengths, slots))
+    ]
+    return pack(sequences, {"a": 0, "b": 1}, torch.device("cpu"))
+
+
+lengths_and_slots = st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 1)), min_size=1, max_size=5)
+
+
+@given(lengths_and_slots, lengths_and_slots)
+def test_static_buffers_show_nothing_of_an_earlier_batch(first, second):
+    inputs, backend = StaticInputs(Phase.PREFILL, capacity(), torch.device("cpu")), TorchBackend()
+    backend.init_graph_metadata(Phase.PREFILL, capacity(), torch.device("cpu"))
+    address = inputs.ids(32).data_ptr()
+    for rows in (first, second):
+        batch = packed(*zip(*rows))
+        inputs.fill(batch, 32)
+        meta = backend.prepare_batch(batch, phase=Phase.PREFILL, bucket=32)
+    live = batch.num_tokens
+    assert inputs.ids(32).data_ptr() == address
+    assert inputs.ids(32)[0, :live].tolist() == batch.input_ids_T.tolist()
+    assert not inputs.ids(32)[0, live:].any()
+    assert not inputs.positions(32)[0, live:].any()
+    boundaries = inputs.boundaries(32).tolist()
+    assert boundaries[: len(second) + 1] == batch.cu_seqlens_S1.tolist()
+    assert set(boundaries[len(second) :]) == {live}
+    assert meta.token_slot_T[:live].tolist() == batch.token_slot_T.tolist()
+    assert set(meta.token_slot_T[live:].tolist()) <= {BASE_SLOT}
+
+
+def test_phases_do_not_share_buffers():
+    backend = TorchBackend()
+    backend.init_graph_metadata(Phase.PREFILL, capacity(), torch.device("cpu"))
+    with pytest.raises(PhaseError, match="decode"):
+        backend.prepare_batch(packed([3], [0]), phase=Phase.DECODE, bucket=16)
+    with pytest.raises(PhaseError, match="made already"):
+        backend.init_graph_metadata(Phase.PREFILL, capacity(), torch.device("cpu"))
+    backend.init_graph_metadata(Phase.DECODE, capacity(), torch.device("cpu"))
+    prefill = backend.prepare_batch(packed([3], [0]), phase=Phase.PREFILL, bucket=16)
+    decode = backend.prepare_batch(packed([1], [1]), phase=Phase.DECODE, bucket=16)
+    assert prefill.token_slot_T.data_ptr() != decode.token_slot_T.data_ptr()
+    assert prefill.token_slot_T[:3].tolist() == [0, 0, 0]
