@@ -129,9 +129,9 @@ class PrefillJob:
         self._on_progress = on_progress or (lambda stats: None)
         self._default = default_adapters(options, engine.adapter_names)
         limits = [(options.max_length, "max length"), (engine.max_positions, "positions of the model")]
-        self._limit, self._limit_origin = min(
-            ((n, origin) for n, origin in limits if n is not None), default=(None, "")
-        )
+        given = [(limit, origin) for limit, origin in limits if limit is not None]
+        self._limit: int | None
+        self._limit, self._limit_origin = min(given, default=(None, ""))
         if options.top_k > engine.vocab_size:
             raise ConfigError(f"top_k is {options.top_k}, and the vocabulary has only {engine.vocab_size} tokens")
         self.stats = JobStats()
