@@ -223,6 +223,7 @@ def test_the_limit_is_the_models_positions_unless_set(extra: int):
     long = ids(*range(20, 20 + MAX_POSITIONS + extra - 2), choices_token_ids=[[1], [2, 3]])
     out, _ = run([long])
     assert (out[0]["error"] is None) == (extra <= 0)
+    assert extra <= 0 or f"exceed the limit of {MAX_POSITIONS} (positions of the model)" in out[0]["error"]
     out, stats = run([long], on_long="truncate-left")
     assert out[0]["error"] is None
     assert out[0]["truncated_tokens"] == max(extra, 0) == stats.truncated_tokens

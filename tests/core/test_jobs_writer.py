@@ -117,10 +117,11 @@ def test_no_line_end_hides_in_a_line():
     assert json.loads(line) == {"metadata": {text: text}}
 
 
+texts = st.text('aü\u2028\x85\n"\\', max_size=3)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=6,
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=2),
+    max_leaves=4,
 )
 
 

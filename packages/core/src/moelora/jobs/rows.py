@@ -119,7 +119,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise RequestError(f"key {twice!r} stands twice in one object")
+        raise RequestError(f"key {_short(twice)} stands twice in one object")
     return record
 
 
@@ -153,7 +153,7 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         if key not in ROW_KEYS:
             close = get_close_matches(key, ROW_KEYS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise RequestError(f"unknown key {key!r}.{hint} Valid: {', '.join(ROW_KEYS)}")
+            raise RequestError(f"unknown key {_short(key)}.{hint} Valid: {', '.join(ROW_KEYS)}")
     prompts = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if len(prompts) != 1:
         found = "none of them" if not prompts else " and ".join(prompts)
@@ -241,7 +241,7 @@ def _adapters(value: Any) -> tuple[str, ...]:
             raise RequestError(f"adapter must be a name, '*', '__base__' or a list of these, got {describe(name)}")
         _refuse_surrogates(name, "adapter")
         if names.count(name) > 1:
-            raise RequestError(f"adapter {name!r} is named twice")
+            raise RequestError(f"adapter {_short(name)} is named twice")
     return tuple(names)
 
 
@@ -262,6 +262,11 @@ def _refuse_surrogates(value: Any, where: str, depth: int = 0) -> None:
         for key, item in value.items():
             _refuse_surrogates(key, f"a key of {where}")
             _refuse_surrogates(item, f"{where}.{key}", depth + 1)
+
+
+def _short(text: str) -> str:
+    """A string in quotes for a message, however long it is."""
+    return repr(text if len(text) <= 60 else text[:59] + "…")
 
 
 def describe(value: Any) -> str:

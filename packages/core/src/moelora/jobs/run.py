@@ -128,8 +128,10 @@ class PrefillJob:
         self._options = options
         self._on_progress = on_progress or (lambda stats: None)
         self._default = default_adapters(options, engine.adapter_names)
-        limits = [n for n in (options.max_length, engine.max_positions) if n is not None]
-        self._limit = min(limits, default=None)
+        limits = [(options.max_length, "max length"), (engine.max_positions, "positions of the model")]
+        given = [(limit, origin) for limit, origin in limits if limit is not None]
+        self._limit: int | None
+        self._limit, self._limit_origin = min(given, default=(None, ""))
         if options.top_k > engine.vocab_size:
             raise ConfigError(f"top_k is {options.top_k}, and the vocabulary has only {engine.vocab_size} tokens")
         self.stats = JobStats()
@@ -193,9 +195,13 @@ class PrefillJob:
             yield _Unit(row, None, error=f"line {row.line}: {problem}")
             return
         try:
-            truncate = self._options.on_long == "truncate-left"
-            whole = self._encoder.encode(row)
-            encoded = fit(whole, limit=self._limit, truncate=truncate, opening=self._encoder.opening)
+            encoded = fit(
+                self._encoder.encode(row),
+                limit=self._limit,
+                truncate=self._options.on_long == "truncate-left",
+                opening=self._encoder.opening,
+                origin=self._limit_origin,
+            )
         except RequestError as problem:
             error = f"line {row.line}: {problem}"
         for adapter in adapters:

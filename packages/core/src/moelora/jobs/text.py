@@ -146,23 +146,31 @@ class TextEncoder:
         return self._tokenizer
 
 
-def fit(encoded: Encoded, *, limit: int | None, truncate: bool, opening: tuple[int, ...] = ()) -> Encoded:
+def fit(
+    encoded: Encoded,
+    *,
+    limit: int | None,
+    truncate: bool,
+    opening: tuple[int, ...] = (),
+    origin: str = "",
+) -> Encoded:
     """Makes prompt and longest choice fit into `limit` tokens together, or raises `RequestError`.
 
     With `truncate` the prompt loses tokens on its left, behind `opening` if it begins with that; choices stay whole
-    and at least one token of the prompt stays.
+    and at least one token of the prompt stays. origin: where the limit comes from, for the message.
     """
     longest = max((len(choice) for choice in encoded.choices), default=0)
     over = 0 if limit is None else len(encoded.token_ids) + longest - limit
     if over <= 0:
         return encoded
     size = f"{len(encoded.token_ids)} tokens" + (f" and {longest} of the longest choice" if longest else "")
+    exceed = f"exceed the limit of {limit}" + (f" ({origin})" if origin else "")
     if not truncate:
-        raise RequestError(f"too long: {size} exceed the limit of {limit}")
+        raise RequestError(f"too long: {size} {exceed}")
     kept = encoded.token_ids[: len(opening)] == opening
     head = len(opening) if kept else 0
     if over > len(encoded.token_ids) - max(head, 1):
-        raise RequestError(f"too long: {size} exceed the limit of {limit}, and choices are never cut")
+        raise RequestError(f"too long: {size} {exceed}, and choices are never cut")
     return Encoded(
         token_ids=encoded.token_ids[:head] + encoded.token_ids[head + over :],
         choices=encoded.choices,

@@ -1,0 +1,111 @@
+"""`moelora inspect`: what it prints agrees with the files; what would be refused is shown, with exit code 2."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moelora_cli.main import main
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def make_adapter(folder: Path, *, module: str = "self_attn.q_proj", **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    full = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(full))
+    tensors = {}
+    for layer in range(3):
+        name = f"base_model.model.model.layers.{layer}.{module}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(4, 32)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(32, 4)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", *map(str, arguments)])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    return int(caught.value.code or 0), said.out, said.err
+
+
+def test_an_adapter_with_its_model(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    adapter = make_adapter(tmp_path / "a")
+    code, out, _ = inspect(capsys, adapter, "--model", model, "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["layouts"], facts["max_rank"], facts["tensors"]) == (["D"], 4, 6)
+    assert facts["file_bytes"] == 6 * 4 * 32 * 4
+    assert (facts["bytes_per_slot"], facts["slot_dtype"]) == (6 * 4 * 32 * 2, "bfloat16")
+    assert [t["target"] for t in facts["targets"]] == [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]
+    assert all((t["ranks"], t["scales"], t["bytes"]) == ([4], [1.5], 512) for t in facts["targets"])
+    assert facts["refused"] == []
+
+
+def test_layers_that_are_alike_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = inspect(capsys, make_adapter(tmp_path / "a"))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines() if "q_proj" in line]
+    assert lines == ["model.layers.*.self_attn.q_proj layout D rank 4 scale 1.5 3 × 512 bytes".split()]
+
+
+def test_what_would_be_refused_is_shown(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = inspect(capsys, make_adapter(tmp_path / "a", module="self_attn.z_proj"), "--model", model)
+    assert code == 2
+    assert "refused: 0 of 6 adapter tensors used" in out
+    code, out, _ = inspect(capsys, make_adapter(tmp_path / "b", use_dora=True))
+    assert code == 2
+    assert "refused: adapter_config.json: use_dora" in out
+    (tmp_path / "empty").mkdir()
+    assert "adapter_config.json not found" in inspect(capsys, tmp_path / "empty")[1]
+
+
+def test_a_checkpoint(model: Path, capsys: pytest.CaptureFixture[str]):
+    code, out, _ = inspect(capsys, model, "--json")
+    facts = json.loads(out)
+    assert code == 2  # its weights are missing
+    assert "model.safetensors" in facts["refused"][0]
+    assert (facts["model_type"], facts["layers"], facts["experts"]) == ("qwen3_moe", 3, 4)
+    assert (facts["packs_requests"], facts["tokenizer"], facts["dtype"]) == (True, False, "bfloat16")
+    assert facts["adaptable"]["experts"] == 6
+    assert facts["adaptable"]["router"] == 3
+
+
+def test_what_is_neither_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert inspect(capsys, tmp_path / "none") == (2, "", f"error: model folder '{tmp_path / 'none'}' does not exist\n")
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in inspect(capsys, tmp_path / "file")[2]
+    code, _, said = inspect(capsys, model, "--model", model)
+    assert code == 2
+    assert "--model is for adapters" in said
+    (model / "config.json").write_text("{")
+    assert "not valid JSON" in inspect(capsys, model)[2]
