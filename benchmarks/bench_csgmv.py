@@ -33,7 +33,7 @@ def main() -> None:
         slots = torch.randint(-1, 8, (len(lengths),)).tolist()
         flat = [slot for slot in slots for _ in range(length)]
         perm, _ = naive_chunks(flat, rows)
-        buffers = RowBuffers(tiles=tokens, tokens=tokens, permuted=True, device=torch.device("cuda"))
+        buffers = RowBuffers(tiles=tokens, tokens=tokens, entries=tokens, permuted=True, device=torch.device("cuda"))
 
         def packed(buffers=buffers, lengths=lengths, slots=slots, rows=rows) -> None:
             buffers.refresh(plan_sorted(lengths, slots, rows), lengths, slots)

@@ -102,8 +102,8 @@ SWEEP = [
     for tile_rows in (64, 128)
     for change in (
         {}, {"block_n": 128}, {"expand_stages": 2}, {"expand_stages": 4}, {"expand_group": 8}, {"expand_group": 32},
-        {"expand_programs": 4}, {"expand_programs": 6}, {"shrink_stages": 3}, {"shrink_programs": 1, "shrink_stages": 6},
-        {"expand_warps": 8}, {"block_n": 128, "expand_warps": 8},
+        {"expand_programs": 4}, {"expand_programs": 6}, {"shrink_stages": 3},
+        {"shrink_programs": 1, "shrink_stages": 6},{"expand_warps": 8}, {"block_n": 128, "expand_warps": 8},
     )
 ]  # fmt: skip
 

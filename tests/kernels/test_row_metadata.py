@@ -31,12 +31,12 @@ def test_plans_equal_what_the_device_cuts(requests, tile_rows):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(batches=st.lists(REQUESTS, min_size=2, max_size=4), permuted=st.booleans())
 def test_a_refresh_leaves_nothing_of_the_batch_before(batches, permuted):
-    buffers = RowBuffers(tiles=50, tokens=400, permuted=permuted, device=DEVICE)
+    buffers = RowBuffers(tiles=50, tokens=400, entries=30, permuted=permuted, device=DEVICE)
     plan = plan_sorted if permuted else plan_runs
     for requests in batches:
         lengths, slots = [n for n, _ in requests], [s for _, s in requests]
         buffers.refresh(plan(lengths, slots, 16), lengths, slots)
-    fresh = RowBuffers(tiles=50, tokens=400, permuted=permuted, device=DEVICE)
+    fresh = RowBuffers(tiles=50, tokens=400, entries=30, permuted=permuted, device=DEVICE)
     fresh.refresh(plan(lengths, slots, 16), lengths, slots)
     assert torch.equal(buffers._flat, fresh._flat)
     live = sum(lengths)

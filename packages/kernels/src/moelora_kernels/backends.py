@@ -45,6 +45,8 @@ from moelora_kernels.ops.dense_lora import (
     pick_tile_rows,
     scratch_numel,
 )
+from moelora_kernels.ops.invariant_gemm import invariant_gemm
+from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, most_entries
 
 if TYPE_CHECKING:
     from moelora_kernels.ops.experts.buffers import MoeBuffers
@@ -66,6 +68,7 @@ class _Handle:
     prepared_lora: bool
     static: bool = False
     scratch: torch.Tensor | None = None
+    blocks: SlotBlocks | None = None
     num_live_1: torch.Tensor | None = None
     order_T: torch.Tensor | None = None
 
@@ -105,7 +108,11 @@ class _TiledBackend(Backend):
             capacity=capacity,
             mode=mode,
             rows=RowBuffers(
-                tiles=self._most_tiles(capacity, mode), tokens=tokens, permuted=self._permuted, device=device
+                tiles=self._most_tiles(capacity, mode),
+                tokens=tokens,
+                entries=most_entries(tokens, capacity.request_slots(mode), capacity.slots),
+                permuted=self._permuted,
+                device=device,
             ),
             scratch=torch.zeros(4 * scratch_numel(tokens, capacity.max_rank), dtype=torch.uint8, device=device),
         )
@@ -140,6 +147,7 @@ class _TiledBackend(Backend):
         handle = _Handle(
             phase=phase,
             rows=rows,
+            blocks=own.rows.blocks(bucket),
             prepared_lora=has_lora,
             static=True,
             scratch=own.scratch,
@@ -168,6 +176,27 @@ class _TiledBackend(Backend):
         if pairs and _runs(meta, handle):
             outs, live = zip(*pairs, strict=True)
             dense_lora(x_TI, outs, live, handle.rows, scratch=_scratch(handle, x_TI.dtype))
+
+    def base_linear(
+        self,
+        x_TI: torch.Tensor,
+        weights_OI: Sequence[torch.Tensor],
+        biases_O: Sequence[torch.Tensor | None],
+        slots: Sequence[DenseSlots | None],
+        meta: LoraMetadata,
+    ) -> list[torch.Tensor]:
+        """The base product and LoRA in one, for several projections of one input: W x + b + B A x, bits by row alone.
+
+        Faster than `linear` behind a library's product where batches are large, because no output is read back. Not for
+        loose rows with adapters, which have no list of slots by block: those take `linear`.
+        """
+        handle = self._handle(meta)
+        runs = _runs(meta, handle) and any(one is not None for one in slots)
+        if not runs or handle.blocks is None:
+            require(not runs, "base_linear: the rows are loose and have adapters", "the base product and linear")
+            return [invariant_gemm(x_TI, w, b) for w, b in zip(weights_OI, biases_O, strict=True)]
+        scratch = _scratch(handle, x_TI.dtype)
+        return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         handle = self._handle(meta)
@@ -208,23 +237,31 @@ class _TiledBackend(Backend):
         """A handle with tensors of its own, for a batch that no graph takes."""
         token_slot_T = batch.token_slot_T
         order_T = self._token_order(phase, token_slot_T, None) if has_lora else None
+        rows, blocks = self._eager_rows(batch) if has_lora else (_no_rows(token_slot_T.device), None)
         handle = _Handle(
             phase=phase,
-            rows=self._eager_rows(batch) if has_lora else _no_rows(token_slot_T.device),
+            rows=rows,
+            blocks=blocks,
             prepared_lora=has_lora,
             # The order is a view of the phase's route buffers, which the next batch refills.
             order_T=order_T.clone() if order_T is not None else None,
         )
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
 
-    def _eager_rows(self, batch: PackedBatch) -> RowTiles:
+    def _eager_rows(self, batch: PackedBatch) -> tuple[RowTiles, SlotBlocks]:
         tokens = batch.num_tokens
         tile_rows = self._tile_rows(tokens)
         plan = self._plan(batch.lengths, batch.slots, tile_rows)
         count = plan.slot_C.size
-        buffers = RowBuffers(tiles=count, tokens=tokens, permuted=self._permuted, device=batch.token_slot_T.device)
+        buffers = RowBuffers(
+            tiles=count,
+            tokens=tokens,
+            entries=most_entries(tokens, batch.num_sequences, max(batch.slots) + 1),
+            permuted=self._permuted,
+            device=batch.token_slot_T.device,
+        )
         buffers.refresh(plan, batch.lengths, batch.slots)
-        return buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows)
+        return buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows), buffers.blocks(tokens)
 
     def _token_order(
         self, phase: Phase, token_slot_T: torch.Tensor, num_live_1: torch.Tensor | None

@@ -15,6 +15,7 @@ import torch
 
 from moelora.types import BASE_SLOT
 from moelora_kernels.ops.dense_lora import RowTiles, TileList
+from moelora_kernels.ops.lora_gemm import LIST_ROWS, SlotBlocks, plan_blocks
 
 _ALIGN = 4
 """Elements (16 bytes) that each array starts at a multiple of, so that every size gets the same compiled kernel."""
@@ -69,21 +70,28 @@ class RowBuffers:
     """Device memory for the row metadata of one batch at a time: one flat int32 buffer and views into it.
 
     token_slot_T: slot of each row, -1 behind the last. num_live_1: rows before the padding. perm_T: or None if rows are
-    not sorted.
+    not sorted. `entries`: of the list of slots per block, see `most_entries`.
     """
 
-    def __init__(self, *, tiles: int, tokens: int, permuted: bool, device: torch.device) -> None:
-        sizes = (1, 1, tiles + 1, tiles + 1, tiles + 1, tokens, tokens if permuted else 0)
+    def __init__(self, *, tiles: int, tokens: int, entries: int, permuted: bool, device: torch.device) -> None:
+        self._blocks = -(-tokens // LIST_ROWS)
+        sizes = (
+            *(1, 1, tiles + 1, tiles + 1, tiles + 1, tokens, tokens if permuted else 0),
+            *(self._blocks + 1, max(1, entries)),
+        )
         starts = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)]).tolist()
         self._spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._flat = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-        count, live, start, rows, slot, token_slot, perm = (self._flat[span] for span in self._spans)
+        count, live, start, rows, slot, token_slot, perm, block_first, block_slot = (
+            self._flat[span] for span in self._spans
+        )
         slot.fill_(BASE_SLOT)
         token_slot.fill_(BASE_SLOT)
         self.tiles = TileList(count, start, rows, slot)
         self.num_live_1 = live
         self.token_slot_T = token_slot
         self.perm_T = perm if permuted else None
+        self._block_first, self._block_slot = block_first, block_slot
 
     def refresh(self, plan: RowPlan, lengths: Sequence[int], slots: Sequence[int]) -> None:
         """Rewrites the whole buffer in place; nothing of an earlier batch survives. Does not wait for the device."""
@@ -100,8 +108,15 @@ class RowBuffers:
         if plan.perm_T is not None:
             parts[6][:] = np.arange(parts[6].size)
             parts[6][: plan.perm_T.size] = plan.perm_T
+        first, block_slots = plan_blocks(lengths, slots, self._blocks)
+        assert block_slots.size <= parts[8].size, f"{block_slots.size} entries do not fit into {parts[8].size}"
+        parts[7][:], parts[8][: block_slots.size] = first, block_slots
         # The allocator keeps the pinned memory back until the stream has passed this copy.
         self._flat.copy_(host, non_blocking=True)
+
+    def blocks(self, tokens: int) -> SlotBlocks:
+        """What the fused product takes for a batch of `tokens` rows."""
+        return SlotBlocks(self.token_slot_T[:tokens], self._block_first, self._block_slot)
 
     def rows(self, *, tokens: int, capacity: int, tile_rows: int) -> RowTiles:
         """What the launch functions take for a batch of `tokens` rows and at most `capacity` tiles."""
