@@ -41,6 +41,9 @@ MAX_RANK = 256
 MAX_FUSED = 4
 """Projections of one input that share a launch; more are done in several."""
 
+_SHARED_BYTES = 200 * 1024
+"""Shared memory that blocks under way may take, of the 227 KB of a Hopper multiprocessor."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowTiles:
@@ -164,16 +167,17 @@ def shrink(
     block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
     # Tiles that suit expand can be too few to keep every multiprocessor reading x: then each is shared.
     block_m = config.block_m
-    while block_m > 16 and x_TK.shape[0] < 256 * block_m:
+    while block_m > 64 or (block_m > 16 and x_TK.shape[0] < 256 * block_m):
         block_m //= 2
     parts = config.block_m // block_m
+    stage_bytes = (block_m + len(slots) * block_r) * config.block_k * x_TK.element_size()
     shrink_kernel[(programs(x_TK.device, rows.tiles.capacity * parts, config.shrink_programs),)](
         x_TK, y_TR, *(one.a_LRI for one in four), *(one.ranks_L for one in four),
         *(one.a_LRI.shape[1] for one in four), *_column_ends(slots),
         *_tile_arguments(rows), x_TK.shape[1], x_TK.stride(0), y_TR.stride(0),
         NUM=len(slots), GATHER=rows.perm_T is not None, BY_TOKEN=by_token, PARTS=parts,
         BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=config.block_k,
-        num_warps=config.shrink_warps if block_m > 64 else 4, num_stages=config.shrink_stages,
+        num_warps=config.shrink_warps, num_stages=max(2, min(config.shrink_stages, _SHARED_BYTES // stage_bytes)),
     )  # fmt: skip
     return y_TR
 

@@ -49,7 +49,6 @@ def pick_config(dtype: torch.dtype, tile_rows: int, max_rank: int) -> DenseConfi
             shrink_block_r=min(rank, 32),
             expand_block_r=16,
             block_n=64,
-            shrink_warps=warps,
             shrink_stages=2,
             expand_warps=warps,
         )
@@ -60,7 +59,6 @@ def pick_config(dtype: torch.dtype, tile_rows: int, max_rank: int) -> DenseConfi
         expand_block_r=min(rank, 64),
         # On one H200, 16,384 rows: 0.201 ms with 128 columns over 8 warps, 0.221 with 64 over 4.
         block_n=128,
-        shrink_warps=warps,
         # Small tiles carry few bytes: more of them under way hide the latency of memory.
         shrink_stages=6 if block_m <= 32 and rank <= 32 else 4 if rank <= 32 else 3,
         expand_warps=wide,
