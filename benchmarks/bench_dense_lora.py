@@ -101,9 +101,9 @@ SWEEP = [
     (tile_rows, change)
     for tile_rows in (64, 128)
     for change in (
-        {}, {"block_n": 128}, {"block_n": 128, "expand_warps": 8}, {"block_n": 256, "expand_warps": 8},
-        {"expand_programs": 16}, {"expand_programs": 4}, {"shrink_stages": 2}, {"shrink_stages": 4},
-        {"shrink_programs": 4, "shrink_stages": 2}, {"block_k": 64, "shrink_stages": 4, "shrink_programs": 4},
+        {}, {"block_n": 128}, {"expand_stages": 2}, {"expand_stages": 4}, {"expand_group": 8}, {"expand_group": 32},
+        {"expand_programs": 4}, {"expand_programs": 6}, {"shrink_stages": 3},
+        {"shrink_programs": 1, "shrink_stages": 6},{"expand_warps": 8}, {"block_n": 128, "expand_warps": 8},
     )
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ from moelora_kernels.ops.dense_lora import (
 )
 from moelora_kernels.ops.gated_activation import KINDS, gated_activation, naive_gated_activation, split_gate_up
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
+from moelora_kernels.ops.lora_gemm import naive_lora_gemm
 from moelora_kernels.ops.rms_norm import naive_rms_norm, rms_norm
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 
@@ -36,6 +37,19 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torc
 
 def bank(width_in: int, width_out: int, dtype: torch.dtype, ranks=RANKS) -> DenseSlots:
     return make_bank(ranks, width_in, width_out, seed=width_in + width_out, dtype=dtype, device="cuda")
+
+
+def packed(lengths: list[int], slots: list[int]) -> PackedBatch:
+    flat = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
+    ids = torch.zeros(len(flat), dtype=torch.int64, device="cuda")
+    return PackedBatch(
+        input_ids_T=ids,
+        position_ids_T=ids,
+        cu_seqlens_S1=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        token_slot_T=torch.tensor(flat, dtype=torch.int32, device="cuda"),
+        lengths=tuple(lengths),
+        slots=tuple(slots),
+    )
 
 
 def ragged_slots(tokens: int, seed: int = 0, run: int = 97) -> list[int]:
@@ -135,6 +149,36 @@ def test_invariant_gemm(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["triton", "csgmv"])
+def test_base_product_and_lora_in_one(dtype, name):
+    """q, k, v at real shapes; a row's bits are those of the same row in a batch of one request."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 150, (40,), generator=generator).tolist()
+    slots = torch.randint(-1, len(RANKS), (40,), generator=generator).tolist()
+    backend = get_backend(name)
+    capacity = PrefillCapacity(
+        max_tokens=8192, max_requests=64, full_max_requests=64, slots=len(RANKS), max_rank=max(RANKS)
+    )
+    backend.init_graph_metadata(Phase.PREFILL, capacity, torch.device("cuda"))
+    banks = [bank(HIDDEN, width, dtype) for width in (QUERY, KEY, KEY)]
+    weights = [draw(width, HIDDEN, dtype=dtype, seed=width) / HIDDEN**0.5 for width in (QUERY, KEY, KEY)]
+    x_TK = draw(sum(lengths), HIDDEN, dtype=dtype, seed=1)
+    meta = backend.prepare_batch(packed(lengths, slots), phase=Phase.PREFILL)
+    outs = backend.base_linear(x_TK, weights, [None] * 3, banks, meta)
+    for out, weight, one in zip(outs, weights, banks, strict=True):
+        want = naive_lora_gemm(x_TK, weight, None, one, meta.token_slot_T)
+        assert relative_error(out, want) < LIMIT[dtype]
+    starts = [sum(lengths[:i]) for i in range(40)]
+    for i in (0, 7, 39):
+        rows = slice(starts[i], starts[i] + lengths[i])
+        alone = backend.prepare_batch(packed([lengths[i]], [slots[i]]), phase=Phase.PREFILL)
+        for whole, part in zip(
+            outs, backend.base_linear(x_TK[rows].clone(), weights, [None] * 3, banks, alone), strict=True
+        ):
+            assert torch.equal(whole[rows], part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_rotary_activation(dtype):
     x, residual, weight = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate(((999, 2048), (999, 2048), (2048,))))
     got, total = rms_norm(x, weight, 1e-6, residual=residual)
@@ -169,23 +213,14 @@ def test_a_graph_captured_from_base_rows_serves_any_batch(name):
     x_TK, out = draw(512, HIDDEN, dtype=torch.bfloat16, seed=1), draw(512, KEY, dtype=torch.bfloat16, seed=2)
     base = out.clone()
 
-    def batch(lengths: list[int], slots: list[int]) -> PackedBatch:
-        flat = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
-        ids = torch.zeros(len(flat), dtype=torch.int64, device="cuda")
-        return PackedBatch(
-            input_ids_T=ids, position_ids_T=ids, cu_seqlens_S1=torch.zeros(1, dtype=torch.int32, device="cuda"),
-            token_slot_T=torch.tensor(flat, dtype=torch.int32, device="cuda"),
-            lengths=tuple(lengths), slots=tuple(slots),
-        )  # fmt: skip
-
-    meta = backend.prepare_batch(batch([500], [-1]), phase=Phase.PREFILL, bucket=512)
+    meta = backend.prepare_batch(packed([500], [-1]), phase=Phase.PREFILL, bucket=512)
     for _ in range(2):
         backend.linear(x_TK, out, one, meta)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         backend.linear(x_TK, out, one, meta)
     for lengths, slots in (([7] * 60, [i % 9 - 1 for i in range(60)]), ([1], [1]), ([500], [-1]), ([300, 200], [4, 0])):
-        meta = backend.prepare_batch(batch(lengths, slots), phase=Phase.PREFILL, bucket=512)
+        meta = backend.prepare_batch(packed(lengths, slots), phase=Phase.PREFILL, bucket=512)
         out.copy_(base)
         graph.replay()
         eager = base.clone()

@@ -14,6 +14,7 @@ from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
 from moelora.types import PackedBatch, Phase
 from moelora_kernels.ops.dense_lora import naive_dense_lora, naive_embedding_lora
+from moelora_kernels.ops.lora_gemm import naive_lora_gemm
 
 NAMES = ["triton", "csgmv"]
 DEVICE = torch.device(DEVICES[0])
@@ -180,3 +181,18 @@ def test_no_adapters_at_all(name):
     backend = make_backend(name, slots=0, rank=0)
     meta = backend.prepare_batch(make_batch([4], [-1]), phase=Phase.PREFILL, bucket=16)
     assert not meta.has_lora
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bucket", [None, 64])
+def test_base_product_and_lora_in_one(name, bucket):
+    backend = make_backend(name)
+    bank = make_bank([3, 20, 0], 24, 20, seed=1, dtype=torch.float32, device=str(DEVICE))
+    weights = [randn(20, 24, seed=2, device=str(DEVICE)), randn(9, 24, seed=3, device=str(DEVICE))]
+    for lengths, slots in (([3, 17, 1, 2], [0, 1, -1, 0]), ([5], [-1]), ([1] * 30, [i % 4 - 1 for i in range(30)])):
+        meta = backend.prepare_batch(make_batch(lengths, slots), phase=Phase.PREFILL, bucket=bucket)
+        rows = meta.token_slot_T.shape[0]
+        x_TI = randn(rows, 24, seed=4, device=str(DEVICE))
+        first, second = backend.base_linear(x_TI, weights, [None, None], [bank, None], meta)
+        assert relative_error(first, naive_lora_gemm(x_TI, weights[0], None, bank, meta.token_slot_T)) < 1e-5
+        assert relative_error(second, naive_lora_gemm(x_TI, weights[1], None, None, meta.token_slot_T)) < 1e-5

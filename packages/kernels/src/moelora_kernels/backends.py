@@ -31,11 +31,11 @@ from moelora.capacity import PrefillCapacity, admit
 from moelora.errors import ConfigError
 from moelora.types import BASE_SLOT, GraphMode, PackedBatch, Phase
 from moelora_kernels.launch import interpreted, require
+from moelora_kernels.metadata import RowBuffers, RowPlan, plan_runs, plan_sorted
 from moelora_kernels.ops.csgmv import chunk_capacity, csgmv_chunk_rows, order_rows
 from moelora_kernels.ops.dense_lora import (
     MAX_RANK,
     RowTiles,
-    TileList,
     cut_tiles,
     dense_lora,
     embedding_lora,
@@ -43,6 +43,8 @@ from moelora_kernels.ops.dense_lora import (
     pick_tile_rows,
     scratch_numel,
 )
+from moelora_kernels.ops.invariant_gemm import invariant_gemm
+from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, most_entries
 
 if TYPE_CHECKING:
     from moelora.models.context import Segments
@@ -64,6 +66,7 @@ class _Handle:
     rows: RowTiles
     static: bool = False
     scratch: torch.Tensor | None = None
+    blocks: SlotBlocks | None = None
     num_live_1: torch.Tensor | None = None
     order_T: torch.Tensor | None = None
 
@@ -74,10 +77,7 @@ class _PhaseBuffers:
 
     capacity: PrefillCapacity
     mode: GraphMode
-    token_slot_T: torch.Tensor
-    num_live_1: torch.Tensor
-    tiles: TileList
-    perm_T: torch.Tensor
+    rows: RowBuffers
     scratch: torch.Tensor
 
 
@@ -105,10 +105,13 @@ class _TiledBackend(Backend):
         self._buffers[phase] = _PhaseBuffers(
             capacity=capacity,
             mode=mode,
-            token_slot_T=torch.full((tokens,), BASE_SLOT, dtype=torch.int32, device=device),
-            num_live_1=torch.zeros(1, dtype=torch.int32, device=device),
-            tiles=make_tile_list(self._most_tiles(capacity, mode), device),
-            perm_T=torch.zeros(tokens, dtype=torch.int32, device=device),
+            rows=RowBuffers(
+                tiles=self._most_tiles(capacity, mode),
+                tokens=tokens,
+                entries=most_entries(tokens, capacity.request_slots(mode), capacity.slots),
+                permuted=self._permuted,
+                device=device,
+            ),
             scratch=torch.zeros(4 * scratch_numel(tokens, capacity.max_rank), dtype=torch.uint8, device=device),
         )
 
@@ -135,25 +138,23 @@ class _TiledBackend(Backend):
             return self._eager(batch, phase, has_lora)
         own = self._buffers[phase]
         self._check_admitted(batch, bucket, own)
-        live = batch.num_tokens
-        own.token_slot_T[:live].copy_(batch.token_slot_T[:live])
-        own.token_slot_T[live:].fill_(BASE_SLOT)
-        own.num_live_1.fill_(live)
-        token_slot_T = own.token_slot_T[:bucket]
-        tiles = own.tiles.view(self._bucket_tiles(own, bucket))
-        rows = self._cut(token_slot_T, tiles, own.perm_T[:bucket])
+        tile_rows = self._tile_rows(bucket)
+        own.rows.refresh(self._plan(batch.lengths, batch.slots, tile_rows), batch.lengths, batch.slots)
+        rows = own.rows.rows(tokens=bucket, capacity=self._bucket_tiles(own, bucket), tile_rows=tile_rows)
+        token_slot_T, num_live_1 = own.rows.token_slot_T[:bucket], own.rows.num_live_1
         handle = _Handle(
             phase=phase,
             rows=rows,
+            blocks=own.rows.blocks(bucket),
             static=True,
             scratch=own.scratch,
-            num_live_1=own.num_live_1,
-            order_T=self._token_order(phase, token_slot_T, own.num_live_1),
+            num_live_1=num_live_1,
+            order_T=self._token_order(phase, token_slot_T, num_live_1),
         )
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
-        rows = self._loose_rows(row_slot_N, has_lora)
+        rows = self._cut(row_slot_N) if has_lora else _no_rows(row_slot_N.device)
         handle = _Handle(phase=Phase.PREFILL, rows=rows)
         return LoraMetadata(phase=Phase.PREFILL, token_slot_T=row_slot_N, has_lora=has_lora, private=handle)
 
@@ -172,6 +173,27 @@ class _TiledBackend(Backend):
         if pairs and meta.has_lora:
             outs, live = zip(*pairs, strict=True)
             dense_lora(x_TI, outs, live, handle.rows, scratch=_scratch(handle, x_TI.dtype))
+
+    def base_linear(
+        self,
+        x_TI: torch.Tensor,
+        weights_OI: Sequence[torch.Tensor],
+        biases_O: Sequence[torch.Tensor | None],
+        slots: Sequence[DenseSlots | None],
+        meta: LoraMetadata,
+    ) -> list[torch.Tensor]:
+        """The base product and LoRA in one, for several projections of one input: W x + b + B A x, bits by row alone.
+
+        Faster than `linear` behind a library's product where batches are large, because no output is read back. Not for
+        loose rows with adapters, which have no list of slots by block: those take `linear`.
+        """
+        handle = self._handle(meta)
+        runs = meta.has_lora and any(one is not None for one in slots)
+        if not runs or handle.blocks is None:
+            require(not runs, "base_linear: the rows are loose and have adapters", "the base product and linear")
+            return [invariant_gemm(x_TI, w, b) for w, b in zip(weights_OI, biases_O, strict=True)]
+        scratch = _scratch(handle, x_TI.dtype)
+        return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         handle = self._handle(meta)
@@ -272,20 +294,30 @@ class _TiledBackend(Backend):
         """A handle with tensors of its own, for a batch that no graph takes."""
         token_slot_T = batch.token_slot_T
         order_T = self._token_order(phase, token_slot_T, None) if has_lora else None
+        rows, blocks = self._eager_rows(batch) if has_lora else (_no_rows(token_slot_T.device), None)
         handle = _Handle(
             phase=phase,
-            rows=self._loose_rows(token_slot_T, has_lora),
+            rows=rows,
+            blocks=blocks,
             # The order is a view of the phase's route buffers, which the next batch refills.
             order_T=order_T.clone() if order_T is not None else None,
         )
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
 
-    def _loose_rows(self, slot_N: torch.Tensor, has_lora: bool) -> RowTiles:
-        rows = slot_N.shape[0]
-        tiles = make_tile_list(rows if has_lora else 0, slot_N.device)
-        if not has_lora:
-            return RowTiles(tiles, 16)
-        return self._cut(slot_N, tiles, torch.empty_like(slot_N))
+    def _eager_rows(self, batch: PackedBatch) -> tuple[RowTiles, SlotBlocks]:
+        tokens = batch.num_tokens
+        tile_rows = self._tile_rows(tokens)
+        plan = self._plan(batch.lengths, batch.slots, tile_rows)
+        count = plan.slot_C.size
+        buffers = RowBuffers(
+            tiles=count,
+            tokens=tokens,
+            entries=most_entries(tokens, batch.num_sequences, max(batch.slots) + 1),
+            permuted=self._permuted,
+            device=batch.token_slot_T.device,
+        )
+        buffers.refresh(plan, batch.lengths, batch.slots)
+        return buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows), buffers.blocks(tokens)
 
     def _token_order(
         self, phase: Phase, token_slot_T: torch.Tensor, num_live_1: torch.Tensor | None
@@ -324,6 +356,14 @@ class _TiledBackend(Backend):
         if admission.reason is not None:
             raise ConfigError(f"the batch cannot use bucket {bucket}: {admission.reason.text}")
 
+    _permuted: bool
+    """Whether tiles count rows of a sorted order."""
+
+    @staticmethod
+    @abstractmethod
+    def _tile_rows(tokens: int) -> int:
+        """Rows of a tile: by the bucket alone, since graphs bake it in."""
+
     @staticmethod
     @abstractmethod
     def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
@@ -336,14 +376,21 @@ class _TiledBackend(Backend):
 
     @staticmethod
     @abstractmethod
-    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
-        """Fills the list, and the permutation where there is one, for these rows."""
+    def _plan(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> RowPlan:
+        """The tiles of packed requests, planned on the host."""
+
+    @abstractmethod
+    def _cut(self, slot_N: torch.Tensor) -> RowTiles:
+        """The tiles of loose rows, cut on the device."""
 
 
 class TritonBackend(_TiledBackend):
     """Tiles over runs of neighbouring rows."""
 
     capabilities = Capabilities(name="triton", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
+    _permuted = False
+    _tile_rows = staticmethod(pick_tile_rows)
+    _plan = staticmethod(plan_runs)
 
     @staticmethod
     def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
@@ -353,9 +400,8 @@ class TritonBackend(_TiledBackend):
     def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
         return own.capacity.dense_tiles(bucket, own.mode)
 
-    @staticmethod
-    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
-        tile_rows = pick_tile_rows(slot_N.shape[0])
+    def _cut(self, slot_N: torch.Tensor) -> RowTiles:
+        tiles, tile_rows = make_tile_list(slot_N.shape[0], slot_N.device), self._tile_rows(slot_N.shape[0])
         cut_tiles(slot_N, tile_rows, tiles)
         return RowTiles(tiles, tile_rows)
 
@@ -364,6 +410,9 @@ class CsgmvBackend(_TiledBackend):
     """Chunks over rows ordered by slot."""
 
     capabilities = Capabilities(name="csgmv", device_types=_DEVICE_TYPES, graph_modes=_GRAPH_MODES, max_rank=MAX_RANK)
+    _permuted = True
+    _tile_rows = staticmethod(csgmv_chunk_rows)
+    _plan = staticmethod(plan_sorted)
 
     @staticmethod
     def _most_tiles(capacity: PrefillCapacity, mode: GraphMode) -> int:
@@ -373,11 +422,15 @@ class CsgmvBackend(_TiledBackend):
     def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
         return own.capacity.csgmv_segments(bucket)
 
-    @staticmethod
-    def _cut(slot_N: torch.Tensor, tiles: TileList, perm_N: torch.Tensor) -> RowTiles:
-        chunk_rows = csgmv_chunk_rows(slot_N.shape[0])
-        order_rows(slot_N, chunk_rows, tiles, perm_N)
-        return RowTiles(tiles, chunk_rows, perm_N)
+    def _cut(self, slot_N: torch.Tensor) -> RowTiles:
+        chunks, chunk_rows = make_tile_list(slot_N.shape[0], slot_N.device), self._tile_rows(slot_N.shape[0])
+        perm_N = torch.empty_like(slot_N)
+        order_rows(slot_N, chunk_rows, chunks, perm_N)
+        return RowTiles(chunks, chunk_rows, perm_N)
+
+
+def _no_rows(device: torch.device) -> RowTiles:
+    return RowTiles(make_tile_list(0, device), 16)
 
 
 def _scratch(handle: _Handle, dtype: torch.dtype) -> torch.Tensor | None:

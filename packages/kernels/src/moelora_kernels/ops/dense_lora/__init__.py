@@ -34,11 +34,15 @@ __all__ = [
     "pick_config",
     "pick_tile_rows",
     "scratch_numel",
+    "shrink",
 ]
 
 MAX_RANK = 256
 MAX_FUSED = 4
 """Projections of one input that share a launch; more are done in several."""
+
+_SHARED_BYTES = 200 * 1024
+"""Shared memory that blocks under way may take, of the 227 KB of a Hopper multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +140,46 @@ def _fused(
     scratch: torch.Tensor | None,
     config: DenseConfig | None,
 ) -> None:
-    max_rank = max(one.a_LRI.shape[1] for one in slots)
-    config = config or pick_config(x_TK.dtype, rows.tile_rows, max_rank)
+    config = config or pick_config(x_TK.dtype, rows.tile_rows, max(one.a_LRI.shape[1] for one in slots))
+    y_TR = shrink(x_TK, slots, rows, scratch=scratch, config=config)
+    _expand(y_TR, outs_TN, slots, rows, config)
+
+
+def shrink(
+    x_TK: torch.Tensor,
+    slots: Sequence[DenseSlots],
+    rows: RowTiles,
+    *,
+    scratch: torch.Tensor | None = None,
+    by_token: bool = False,
+    config: DenseConfig | None = None,
+) -> torch.Tensor:
+    """Returns A x of up to `MAX_FUSED` projections side by side, `[T, Σ padded_rank(R_i)]`, in x's dtype.
+
+    A row of y is defined only where a tile covers it, and only up to its slot's rank, rounded up to 16. Rows stand in
+    the order that the tiles count, or with `by_token` in that of the batch.
+    """
+    config = config or pick_config(x_TK.dtype, rows.tile_rows, max(one.a_LRI.shape[1] for one in slots))
     assert config.block_m >= rows.tile_rows, "a tile does not fit into a block"
     y_TR = _scratch(scratch, x_TK.shape[0], sum(padded_rank(one.a_LRI.shape[1]) for one in slots), x_TK)
     four = _four(slots)
     # Four accumulators of 64 ranks would spill; fewer ranks a pass read x again, from cache.
     block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
-    shrink_kernel[(programs(x_TK.device, rows.tiles.capacity, config.shrink_programs),)](
+    # Tiles that suit expand can be too few to keep every multiprocessor reading x: then each is shared.
+    block_m = config.block_m
+    while block_m > 64 or (block_m > 16 and x_TK.shape[0] < 256 * block_m):
+        block_m //= 2
+    parts = config.block_m // block_m
+    stage_bytes = (block_m + len(slots) * block_r) * config.block_k * x_TK.element_size()
+    shrink_kernel[(programs(x_TK.device, rows.tiles.capacity * parts, config.shrink_programs),)](
         x_TK, y_TR, *(one.a_LRI for one in four), *(one.ranks_L for one in four),
         *(one.a_LRI.shape[1] for one in four), *_column_ends(slots),
         *_tile_arguments(rows), x_TK.shape[1], x_TK.stride(0), y_TR.stride(0),
-        NUM=len(slots), GATHER=rows.perm_T is not None,
-        BLOCK_M=config.block_m, BLOCK_R=block_r, BLOCK_K=config.block_k,
-        num_warps=config.shrink_warps, num_stages=config.shrink_stages,
+        NUM=len(slots), GATHER=rows.perm_T is not None, BY_TOKEN=by_token, PARTS=parts,
+        BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=config.block_k,
+        num_warps=config.shrink_warps, num_stages=max(2, min(config.shrink_stages, _SHARED_BYTES // stage_bytes)),
     )  # fmt: skip
-    _expand(y_TR, outs_TN, slots, rows, config)
+    return y_TR
 
 
 def _expand(

@@ -19,9 +19,9 @@ from moelora_kernels.dot import dot
 
 
 @triton.jit
-def _tile_rows(p_start, p_rows, p_perm, i_tile, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
+def _tile_rows(p_start, p_rows, p_perm, i_tile, i_part, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
     """Scratch rows, token rows (both int64 [M]) and their mask. With GATHER, tiles count rows of the sorted order."""
-    o_m = tl.arange(0, BLOCK_M)
+    o_m = i_part * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < tl.load(p_rows + i_tile)
     o_y = (tl.load(p_start + i_tile) + o_m).to(tl.int64)
     if GATHER:
@@ -58,16 +58,21 @@ def shrink_kernel(
     o_y1, o_y2, o_y3, o_y4,
     p_count, p_start, p_rows, p_slot, p_perm,
     K, stride_x, stride_y,
-    NUM: tl.constexpr, GATHER: tl.constexpr,
+    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = A x for up to four projections of one input; x is read once per block of ranks.
 
+    A tile is shared by PARTS pieces of work, which write rows of the sorted order or, BY_TOKEN, of the batch.
+
     p_a*: [L, R*, K]. p_y: [rows, o_y4], the projections side by side; projection i ends before column o_y{i+1}.
     """
-    for i_tile in range(tl.program_id(0), tl.load(p_count), tl.num_programs(0)):
+    for i_work in range(tl.program_id(0), tl.load(p_count) * PARTS, tl.num_programs(0)):
+        i_tile = i_work // PARTS
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
-        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, GATHER, BLOCK_M)
+        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, i_work % PARTS, GATHER, BLOCK_M)
+        if BY_TOKEN:
+            o_y = o_t
         rank0 = tl.load(p_rank0 + i_slot)
         rank1 = rank0
         rank2 = rank0
@@ -122,7 +127,7 @@ def gather_kernel(
     """y = A[:, id] for an embedding. p_a: [L, R, V], p_ids: int64 [T]. An id outside [0, V) gives zero."""
     for i_tile in range(tl.program_id(0), tl.load(p_count), tl.num_programs(0)):
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
-        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, GATHER, BLOCK_M)
+        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, 0, GATHER, BLOCK_M)
         b_id = tl.load(p_ids + o_t, mask=m_m, other=0).to(tl.int64)
         m_id = m_m & (b_id >= 0) & (b_id < V)
         rank = tl.load(p_rank + i_slot)
@@ -210,7 +215,7 @@ def expand_kernel(
         i_tile = i_work // groups
         i_g = i_work % groups
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
-        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, GATHER, BLOCK_M)
+        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, 0, GATHER, BLOCK_M)
         if i_g < groups0:
             rank = tl.load(p_rank0 + i_slot)
             if rank > 0:

@@ -1,7 +1,7 @@
 """y = x Wᵀ (+ bias) with the same bits for a row whatever else is in the batch: what `--batch-invariant` stands on.
 
 Library products choose their algorithm by the number of rows, and with it the order of their sums. `naive.py` is the
-truth up to rounding, `kernel.py` the Triton code.
+truth up to rounding, `kernel.py` the Triton code, `config.py` its block sizes. `ops/lora_gemm` adds LoRA inside.
 """
 
 from __future__ import annotations
@@ -9,40 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moelora_kernels.launch import INT32_LIMIT, power_of_two, require, require_device, require_dtype, require_rows
-from moelora_kernels.ops.invariant_gemm.kernel import invariant_gemm_kernel
+from moelora_kernels.launch import INT32_LIMIT, programs, require, require_device, require_dtype, require_rows
+from moelora_kernels.ops.invariant_gemm.config import GemmConfig, pick_config
+from moelora_kernels.ops.invariant_gemm.kernel import pointer_gemm_kernel, tma_gemm_kernel
 from moelora_kernels.ops.invariant_gemm.naive import naive_invariant_gemm
 
-__all__ = ["GemmConfig", "invariant_gemm", "naive_invariant_gemm", "pick_config"]
+__all__ = ["LIST_ROWS", "GemmConfig", "LoraOperands", "invariant_gemm", "naive_invariant_gemm", "pick_config"]
+
+LIST_ROWS = 128
+"""Rows of the blocks whose slots `LoraOperands` lists; no tile of a product with LoRA is taller."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GemmConfig:
-    """Blocks of the product. `block_k` is part of the result's bits; the others are not."""
+@dataclass(frozen=True, slots=True)
+class LoraOperands:
+    """The LoRA side of a product, for `ops/lora_gemm`. y_TR: A x by token, `[T, ≥ R]`, x's dtype, any row stride.
 
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-    group_m: int = 8
+    b_LNR, ranks_L: as in `DenseSlots`. token_slot_T: int32. block_first, block_slot: int32, see `SlotBlocks`.
+    """
 
-
-def pick_config(dtype: torch.dtype, rows: int, width: int) -> GemmConfig:
-    """Blocks for `rows` rows of output width `width`. `block_k` depends on the dtype alone."""
-    if dtype == torch.float32:
-        block_n = 64 if width > 32 else 16
-        return GemmConfig(block_m=64 if rows > 32 else 16, block_n=block_n, block_k=32, warps=4, stages=2)
-    if rows <= 128:
-        # Few rows: reading W is the cost, so many narrow programs read it side by side.
-        block_m = power_of_two(rows, least=16)
-        return GemmConfig(block_m=block_m, block_n=32, block_k=64, warps=4, stages=5)
-    if rows <= 1024 or width < 1024:
-        # On one H200, 512 × 4096 × 2048: 0.020 ms, as with 128 × 128; narrow outputs need the smaller tile to fill it.
-        return GemmConfig(block_m=64, block_n=64 if width <= 512 else 128, block_k=64, warps=4, stages=4)
-    # On one H200, 8192 × 4096 × 2048: 0.218 ms against 0.235 (128 × 128) and 0.262 (128 × 256).
-    return GemmConfig(block_m=256, block_n=128, block_k=64, warps=8, stages=3)
+    y_TR: torch.Tensor
+    b_LNR: torch.Tensor
+    ranks_L: torch.Tensor
+    token_slot_T: torch.Tensor
+    block_first: torch.Tensor
+    block_slot: torch.Tensor
 
 
 def invariant_gemm(
@@ -51,13 +43,14 @@ def invariant_gemm(
     bias_N: torch.Tensor | None = None,
     *,
     out_MN: torch.Tensor | None = None,
+    lora: LoraOperands | None = None,
     config: GemmConfig | None = None,
 ) -> torch.Tensor:
     """Returns x Wᵀ (+ bias), `[M, N]`, in `out_MN` if given.
 
     x `[M, K]`, W `[N, K]`, bias `[N]`, out `[M, N]`: one dtype, rows contiguous, rows may lie apart. Products and sums
-    are fp32 (bfloat16 and float16 products are exact in it, float32 products are IEEE, not tf32); the bias is added in
-    fp32; one rounding at the end. Raises `ConfigError` for what has no kernel.
+    are fp32 (bfloat16 and float16 products are exact in it, float32 products are IEEE, not tf32); LoRA and then the
+    bias are added in fp32; one rounding at the end. Raises `ConfigError` for what has no kernel.
     """
     given = [t for t in (x_MK, w_NK, bias_N, out_MN) if t is not None]
     require_dtype("invariant_gemm", *given)
@@ -74,13 +67,67 @@ def invariant_gemm(
     assert out_MN.shape == (rows, width)
     if rows == 0 or width == 0:
         return out_MN
-    config = config or pick_config(x_MK.dtype, rows, width)
-    grid = -(-rows // config.block_m) * -(-width // config.block_n)
-    invariant_gemm_kernel[(grid,)](
+    config = config or pick_config(
+        x_MK.dtype,
+        rows,
+        width,
+        bulk_copies=_bulk_copies(x_MK, w_NK, out_MN),
+        most_rows=256 if lora is None else LIST_ROWS,
+    )
+    assert lora is None or config.block_m <= LIST_ROWS
+    tiles = -(-rows // config.block_m) * -(-width // config.block_n)
+    if config.bulk:
+        tma_gemm_kernel[(programs(x_MK.device, tiles, 1),)](
+            _blocks(x_MK, config.block_m, config.block_k), _blocks(w_NK, config.block_n, config.block_k),
+            bias_N if bias_N is not None else w_NK, _blocks(out_MN, config.block_m, config.block_n),
+            rows, width, inner, *_lora_arguments(lora, x_MK),
+            BIAS=bias_N is not None, FLATTEN=config.flatten, **_lora_constants(lora), **_block_constants(config),
+        )  # fmt: skip
+        return out_MN
+    pointer_gemm_kernel[(tiles,)](
         x_MK, w_NK, bias_N if bias_N is not None else w_NK, out_MN,
-        rows, width, inner, x_MK.stride(0), w_NK.stride(0), out_MN.stride(0),
-        BIAS=bias_N is not None, GROUP_M=config.group_m,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        num_warps=config.warps, num_stages=config.stages,
+        rows, width, inner, x_MK.stride(0), w_NK.stride(0), out_MN.stride(0), *_lora_arguments(lora, x_MK),
+        BIAS=bias_N is not None, **_lora_constants(lora), **_block_constants(config),
     )  # fmt: skip
     return out_MN
+
+
+def _bulk_copies(*matrices: torch.Tensor) -> bool:
+    """Tensor descriptors want Hopper or later, and rows that start at multiples of 16 bytes."""
+    return all(
+        t.is_cuda
+        and torch.cuda.get_device_capability(t.device) >= (9, 0)
+        and t.data_ptr() % 16 == 0
+        and t.stride(0) * t.element_size() % 16 == 0
+        for t in matrices
+    )
+
+
+def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
+
+
+def _lora_arguments(lora: LoraOperands | None, unused: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+    if lora is None:
+        return (unused,) * 6 + (16, 16)
+    return (
+        lora.y_TR, lora.b_LNR, lora.ranks_L, lora.token_slot_T, lora.block_first, lora.block_slot,
+        lora.b_LNR.shape[2], lora.y_TR.stride(0),
+    )  # fmt: skip
+
+
+def _lora_constants(lora: LoraOperands | None) -> dict[str, bool | int]:
+    rank = lora.b_LNR.shape[2] if lora is not None else 16
+    block_r = 16 if rank <= 16 else 32 if rank <= 32 else 64
+    return {"LORA": lora is not None, "ONE_BLOCK": rank <= block_r, "LIST_ROWS": LIST_ROWS, "BLOCK_R": block_r}
+
+
+def _block_constants(config: GemmConfig) -> dict[str, int]:
+    return {
+        "GROUP_M": config.group_m,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }

@@ -1,7 +1,8 @@
-"""Triton kernel of a matrix product whose rows do not know how many they are.
+"""Triton kernels of a matrix product whose rows do not know how many they are, with LoRA in the accumulator.
 
-M rows, N output width, K input width. Every element is one sum over K in blocks of one size, in ascending order, in one
-program: K is never split, and neither the tile nor the place of a row in it has a say in its bits.
+M rows, N output width, K input width, R rank. Every element is one sum in one program: over K in blocks of one size,
+in ascending order, then over the ranks of the row's own slot. K is never split, and neither the tile nor the place of a
+row in it has a say in its bits; a slot that only neighbours use adds exact zeros.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,22 +15,54 @@ from moelora_kernels.dot import dot
 
 
 @triton.jit
-def invariant_gemm_kernel(
+def _place(i_work, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile of a piece of work: neighbours take GROUP_M tiles of rows, so that both operands are read from L2."""
+    per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first_m = i_work // per_group * GROUP_M
+    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
+    return first_m + i_work % per_group % height, i_work % per_group // height
+
+
+@triton.jit
+def _add_lora(
+    b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
+    o_m, o_n, i_block, M, N, R, stride_y,
+    ONE_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """b_acc [M, N] + y[M, R] B[N, R]ᵀ, once for each slot that the block of rows meets, with that slot's rows of y."""
+    b_slot = tl.load(p_token_slot + o_m, mask=o_m < M, other=-1)
+    o_r = tl.arange(0, BLOCK_R)
+    p_y_m = p_y + o_m.to(tl.int64)[:, None] * stride_y + o_r[None, :]
+    m_n = (o_n < N)[:, None]
+    for i_entry in range(tl.load(p_block_first + i_block), tl.load(p_block_first + i_block + 1)):
+        i_slot = tl.load(p_block_slot + i_entry)
+        rank = tl.load(p_rank + i_slot)
+        # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
+        written = tl.cdiv(rank, 16) * 16
+        m_m = (b_slot == i_slot)[:, None]
+        p_b_n = p_b + i_slot.to(tl.int64) * N * R + o_n[:, None] * R + o_r[None, :]
+        if ONE_BLOCK:
+            b_y = tl.load(p_y_m, mask=m_m & (o_r < written)[None, :], other=0.0)
+            b_b = tl.load(p_b_n, mask=m_n & (o_r < R)[None, :], other=0.0)
+            b_acc = dot(b_y, tl.trans(b_b), b_acc)
+        else:
+            for i_r in range(0, rank, BLOCK_R):
+                b_y = tl.load(p_y_m + i_r, mask=m_m & (o_r < written - i_r)[None, :], other=0.0)
+                b_b = tl.load(p_b_n + i_r, mask=m_n & (o_r < R - i_r)[None, :], other=0.0)
+                b_acc = dot(b_y, tl.trans(b_b), b_acc)
+    return b_acc
+
+
+@triton.jit
+def pointer_gemm_kernel(
     p_x, p_w, p_bias, p_out,
     M, N, K, stride_x, stride_w, stride_out,
-    BIAS: tl.constexpr, GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot, R, stride_y,
+    BIAS: tl.constexpr, LORA: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = x[M, K] W[N, K]ᵀ (+ bias)."""
-    # Programs that run together take a block of GROUP_M tiles of rows, so that both operands are read from L2.
-    i_work = tl.program_id(0)
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    per_group = GROUP_M * tiles_n
-    first_m = i_work // per_group * GROUP_M
-    height = tl.minimum(tiles_m - first_m, GROUP_M)
-    i_m = first_m + i_work % per_group % height
-    i_n = i_work % per_group // height
+    """out[M, N] = x[M, K] W[N, K]ᵀ (+ bias) (+ LoRA), for any strides of rows and any widths. One tile a program."""
+    i_m, i_n = _place(tl.program_id(0), M, N, GROUP_M, BLOCK_M, BLOCK_N)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns over the edge read the last one again: their sums are never stored, and the loop has no mask.
@@ -42,7 +75,44 @@ def invariant_gemm_kernel(
         b_x = tl.load(p_x_m + o_k[None, :], mask=m_k, other=0.0)
         b_w = tl.load(p_w_n + o_k[None, :], mask=m_k, other=0.0)
         b_acc = dot(b_x, tl.trans(b_w), b_acc)
+    if LORA:
+        b_acc = _add_lora(
+            b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
+            o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
+        )  # fmt: skip
     if BIAS:
         b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
     p_o = p_out + o_m.to(tl.int64)[:, None] * stride_out + o_n[None, :]
     tl.store(p_o, b_acc.to(p_out.dtype.element_ty), mask=(o_m < M)[:, None] & (o_n < N)[None, :])
+
+
+@triton.jit
+def tma_gemm_kernel(
+    d_x, d_w, p_bias, d_out,
+    M, N, K,
+    p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot, R, stride_y,
+    BIAS: tl.constexpr, LORA: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The same through tensor descriptors (d_: bulk copies, zero beyond the edges), over a persistent grid.
+
+    FLATTEN makes one loop of tiles and K, so that a tile's first blocks are fetched while the last one is stored.
+    """
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for i_work in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        i_m, i_n = _place(i_work, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+        o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for i_k in range(0, K, BLOCK_K):
+            b_x = d_x.load([i_m * BLOCK_M, i_k])
+            b_w = d_w.load([i_n * BLOCK_N, i_k])
+            b_acc = dot(b_x, tl.trans(b_w), b_acc)
+        if LORA:
+            b_acc = _add_lora(
+                b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
+                o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
+            )  # fmt: skip
+        if BIAS:
+            b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
+        d_out.store([i_m * BLOCK_M, i_n * BLOCK_N], b_acc.to(d_out.dtype))

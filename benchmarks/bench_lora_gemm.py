@@ -1,0 +1,66 @@
+"""q, k, v, o of Qwen3-30B-A3B with LoRA in the base product, 8 adapters of rank 16, bf16, against bare projections.
+
+Measured from a warm L2, as the products run in a model: the library's bare projections, ours without LoRA (what
+`--batch-invariant` costs), and ours with it, with either loop order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from bench_dense_lora import DTYPE, HIDDEN, KEY, QUERY, Block, run_rows
+from dense_timing import close, floor_ms, measure_ms, report, require
+
+from moelora_kernels.ops.dense_lora import pick_tile_rows
+from moelora_kernels.ops.invariant_gemm import LIST_ROWS, GemmConfig, invariant_gemm, pick_config
+from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, naive_lora_gemm, plan_blocks
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    length = 250
+    for tokens in (512, 2048, 8192, 16384):
+        block = Block(tokens, length=length)
+        rows = run_rows(block.slot_T, pick_tile_rows(tokens))
+        lengths = [min(length, tokens - start) for start in range(0, tokens, length)]
+        first, slot = plan_blocks(lengths, [i % 8 for i in range(len(lengths))], -(-tokens // LIST_ROWS))
+        blocks = SlotBlocks(block.slot_T, torch.from_numpy(first).cuda(), torch.from_numpy(slot).cuda())
+
+        def ours(config: GemmConfig | None = None, block=block, rows=rows, blocks=blocks) -> list[torch.Tensor]:
+            outs = lora_gemm(block.x_TH, block.weights, [None] * 3, block.banks, rows, blocks, scratch=block.scratch,
+                             config=config)  # fmt: skip
+            return outs + lora_gemm(block.attended_TQ, [block.out_weight], [None], [block.out_bank], rows, blocks,
+                                    scratch=block.scratch, config=config)  # fmt: skip
+
+        def without(block=block) -> None:
+            for weight in block.weights:
+                invariant_gemm(block.x_TH, weight)
+            invariant_gemm(block.attended_TQ, block.out_weight)
+
+        got = ours()
+        for i, one in enumerate((*block.banks, block.out_bank)):
+            x, weight = (block.x_TH, block.weights[i]) if i < 3 else (block.attended_TQ, block.out_weight)
+            require(close(got[i], naive_lora_gemm(x, weight, None, one, block.slot_T), 4e-3), "lora_gemm")
+        floor = floor_ms(moved_bytes=0, flops=2.0 * tokens * HIDDEN * (2 * QUERY + 2 * KEY))
+        bare = measure_ms(block.base, cold=False)
+        report(f"{tokens} tokens, the library's projections", bare, floor)
+        for name, run in (("ours without LoRA", without), ("ours with LoRA", ours)):
+            measured = measure_ms(run, cold=False)
+            report(
+                f"{tokens} tokens, {name}", measured, floor, f"{100 * (measured / bare - 1):+.1f} % over the library"
+            )
+        default = pick_config(DTYPE, tokens, QUERY, bulk_copies=True, most_rows=LIST_ROWS)
+        if default.bulk:
+            for change in (
+                {"flatten": False},
+                {"block_n": 128, "stages": 4},
+                {"block_n": 128, "stages": 4, "flatten": False},
+            ):
+                config = replace(default, **change)
+                measured = measure_ms(lambda c=config, run=ours: run(c), cold=False)
+                report(f"  with LoRA, {change}", measured, floor, f"{100 * (measured / bare - 1):+.1f} %")
+
+
+if __name__ == "__main__":
+    main()
