@@ -14,8 +14,9 @@ With `bucket` set (a graph will be captured or replayed) the refresh is **in pla
 baked in, and the tail is covered: unused request slots are empty segments at the last boundary with slot -1, and the
 token→slot map is -1 behind the last token. With `bucket=None` the handle may hold tensors of its own.
 
-Base rows (slot -1) are a group like any other when grids are sized. Capture records the LoRA kernels even when the
-batch that captures has only base rows. `rows_metadata` serves the scoring head, outside every graph.
+Base rows (slot -1) are a group like any other when grids are sized. Whether LoRA kernels run is read from the handle's
+`has_lora` alone: whoever captures sets it, so that capture records them even from base rows, and a second variant of each
+graph leaves them out for all-base batches. `rows_metadata` serves the scoring head, outside every graph.
 """
 
 from __future__ import annotations
