@@ -14,7 +14,7 @@ import torch
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.loader import load_adapter
-from moelora.backends import get_backend
+from moelora.backends import backend_names, get_backend
 from moelora.backends.base import Backend
 from moelora.batching.packing import pack
 from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
@@ -28,6 +28,7 @@ from moelora.models.base_model import BaseSource, load_base, open_base, resolve_
 from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
+from moelora.models.substitutes import Substitutes, install_substitutes
 from moelora.scoring.head import RowScores, ScoringHead
 from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result, RunMode
@@ -103,6 +104,11 @@ class PrefillEngine:
         self._base = load_base(source, device=self._device, dtype=options.dtype)
         self._capacity = self._plan_capacity()
         self._prepare_backend()
+        # Before LoRA is hooked in: a substitute is compared with the bare module.
+        ops = self._backend.fused_ops
+        self._substitutes = (
+            install_substitutes(self._base.causal_lm, ops, self._base.dtype, self._device) if ops else Substitutes()
+        )
         self._bank = AdapterBank(
             self._catalogue,
             BankLayout.of(self._adapters.values()),
@@ -213,6 +219,8 @@ class PrefillEngine:
             "backend": self._backend.capabilities.name,
             "graph": str(self.options.graph),
             "graphs": self._selection.report(),
+            "substitutes": self._substitutes.report(),
+            "batch_invariant": self.options.batch_invariant,
             "passes": [
                 {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
                 for (mode, bucket), count in sorted(self._passes.items(), key=str)
@@ -370,13 +378,15 @@ class PrefillEngine:
 
 def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
     # Off CUDA the Triton backends would run in their interpreter, which is for tests.
-    name = options.backend if options.backend != "auto" else "torch"
-    if options.batch_invariant:
-        raise ConfigError(f"backend {name!r} does not support batch_invariant")
+    fastest = "triton" if device.type == "cuda" and "triton" in backend_names() else "torch"
+    name = options.backend if options.backend != "auto" else fastest
     backend = get_backend(name)
     if device.type not in backend.capabilities.device_types:
         raise ConfigError(
             f"backend {name!r} does not run on {device.type}; it runs on "
             f"{', '.join(sorted(backend.capabilities.device_types))}. Valid on {device.type}: torch"
         )
+    if options.batch_invariant and backend.fused_ops is None:
+        raise ConfigError(f"backend {name!r} does not run batch-invariantly; valid: triton or csgmv on CUDA")
+    backend.batch_invariant = options.batch_invariant
     return backend

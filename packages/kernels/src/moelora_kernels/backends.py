@@ -30,6 +30,7 @@ from moelora.backends.base import (
 from moelora.capacity import PrefillCapacity, admit
 from moelora.errors import ConfigError
 from moelora.types import BASE_SLOT, GraphMode, PackedBatch, Phase
+from moelora_kernels.fused import TritonOps
 from moelora_kernels.launch import interpreted, require
 from moelora_kernels.metadata import RowBuffers, RowPlan, plan_runs, plan_sorted
 from moelora_kernels.ops.csgmv import chunk_capacity, csgmv_chunk_rows, order_rows
@@ -83,6 +84,8 @@ class _PhaseBuffers:
 
 class _TiledBackend(Backend):
     """What both backends share: metadata per phase, refreshed in place, and the calls into `ops/`."""
+
+    fused_ops = TritonOps()
 
     def __init__(self) -> None:
         self._buffers: dict[Phase, _PhaseBuffers] = {}

@@ -15,8 +15,8 @@ baked in, and the tail is covered: unused request slots are empty segments at th
 token→slot map is -1 behind the last token. With `bucket=None` the handle may hold tensors of its own.
 
 Base rows (slot -1) are a group like any other when grids are sized. Whether LoRA kernels run is read from the handle's
-`has_lora` alone: whoever captures sets it, so that capture records them even from base rows, and a second variant of each
-graph leaves them out for all-base batches. `rows_metadata` serves the scoring head, outside every graph.
+`has_lora` alone: whoever captures sets it, so that capture records them even from base rows, and a second variant of
+each graph leaves them out for all-base batches. `rows_metadata` serves the scoring head, outside every graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moelora.capacity import PrefillCapacity
 from moelora.errors import MoeloraError
@@ -133,10 +133,37 @@ class LoraMetadata:
     private: Any = None
 
 
+class FusedOps(Protocol):
+    """Small operations that a backend offers to the base model. A row's bits depend on the row alone.
+
+    Used where they agreed with the module at load (`models/substitutes.py`), `linear` for batch invariance.
+    """
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
+        """RMSNorm over the last dimension. variant: "model", "float" or "one_plus", by where the weight multiplies."""
+
+    def rotary(
+        self, q_THD: torch.Tensor, k_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates pairs (i, i + P) of each head; elements from 2·P on are carried over."""
+
+    def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
+        """act(gate) · up. kind: "silu", "gelu_tanh" or "gelu"."""
+
+    def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+        """x Wᵀ + bias in one order of accumulation, whatever M is."""
+
+
 class Backend(ABC):
-    """LoRA kernels and their metadata. See the module docstring for the calling sequence."""
+    """LoRA kernels and their metadata. See the module docstring for the calling sequence.
+
+    fused_ops: None where the backend offers none; then it cannot run batch-invariantly either. batch_invariant: set
+    once by the engine, before the first forward.
+    """
 
     capabilities: Capabilities
+    fused_ops: FusedOps | None = None
+    batch_invariant: bool = False
 
     @abstractmethod
     def init_graph_metadata(self, phase: Phase, capacity: PrefillCapacity, device: torch.device) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from moelora.models.invariant import InvariantProducts
 
 if TYPE_CHECKING:
     import torch
@@ -68,13 +70,20 @@ def current_context() -> ForwardContext:
     return _current
 
 
+def has_context() -> bool:
+    """True while a forward of the engine runs."""
+    return _current is not None
+
+
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
     """Makes `context` the current one for the enclosed forward. Contexts do not nest."""
     global _current
     assert _current is None, "forward contexts do not nest"
     _current = context
+    ops = context.backend.fused_ops
     try:
-        yield
+        with InvariantProducts(ops) if context.backend.batch_invariant and ops is not None else nullcontext():
+            yield
     finally:
         _current = None

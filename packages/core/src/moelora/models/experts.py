@@ -100,9 +100,12 @@ def _activation_name(module: torch.nn.Module) -> str | None:
         if type(module).__name__ == "GptOssExperts" and hasattr(module, "alpha") and hasattr(module, "limit"):
             return "gpt_oss"
         return None
-    act_fn = module.act_fn
-    name = _ACTIVATIONS.get(type(act_fn).__name__) or _ACTIVATIONS.get(getattr(act_fn, "__name__", ""))
-    return name
+    return activation_name(module.act_fn)
+
+
+def activation_name(act_fn: Any) -> str | None:
+    """The kernels' name of one of transformers' activations, or None."""
+    return _ACTIVATIONS.get(type(act_fn).__name__) or _ACTIVATIONS.get(getattr(act_fn, "__name__", ""))
 
 
 def moe_shapes(model: torch.nn.Module, config: Any, ranks: Mapping[str, int]) -> list[MoeShape]:

@@ -1,0 +1,187 @@
+"""Fused substitutes for small modules of the base: each is used only where it agreed with the module at load.
+
+The modules' own code stays the truth. A substitute runs beside it on random input in the model's dtype; if the two
+differ by more than the last place, the original stays and the report says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moelora.backends.base import FusedOps
+from moelora.models.context import has_context
+from moelora.models.experts import activation_name
+
+_ROWS = 37
+_NORM_VARIANTS = ("model", "float", "one_plus")
+_ROTARY = "apply_rotary_pos_emb"
+_ORIGINAL = "_moelora_original"
+
+
+@dataclass(slots=True)
+class Substitutes:
+    """What was put in place, and what was kept, counted by kind and class."""
+
+    used: Counter[str] = field(default_factory=Counter)
+    kept: Counter[str] = field(default_factory=Counter)
+
+    def report(self) -> dict[str, dict[str, int]]:
+        """For the report and `moelora env`."""
+        return {"used": dict(self.used), "kept": dict(self.kept)}
+
+
+@torch.inference_mode()
+def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtype, device: torch.device) -> Substitutes:
+    """Tries a substitute for every RMSNorm, gated MLP and rotary function of `model`."""
+    done = Substitutes()
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    verdicts: dict[Any, str | None] = {}
+    for module in model.modules():
+        if _looks_like_rms_norm(module):
+            _try_norm(module, ops, draw, verdicts, done)
+        elif _looks_like_gated_mlp(module):
+            _try_gated_mlp(module, ops, draw, verdicts, done)
+    for name in sorted({type(m).__module__ for m in model.modules()}):
+        _try_rotary(name, ops, draw, done)
+    return done
+
+
+def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal up to the last place: sums and exponentials may be rounded otherwise than torch's, nothing else may differ.
+
+    16-bit results hide all that but a rare last bit; in fp32 a sum over a row differs by a few units.
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    units = 16 if one.dtype is torch.float32 else 2
+    got, want = one.float(), other.float()
+    scale = want.abs().clamp(min=float(want.abs().mean()))
+    return bool(((got - want).abs() <= units * torch.finfo(one.dtype).eps * scale).all())
+
+
+def _looks_like_rms_norm(module: torch.nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return "RMSNorm" in type(module).__name__ and isinstance(weight, torch.nn.Parameter) and weight.ndim == 1
+
+
+def _eps(module: torch.nn.Module) -> float | None:
+    return next((float(getattr(module, n)) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
+
+
+def _try_norm(
+    module: torch.nn.Module,
+    ops: FusedOps,
+    draw: Callable[..., torch.Tensor],
+    verdicts: dict[Any, str | None],
+    done: Substitutes,
+) -> None:
+    eps, weight, label = _eps(module), module.get_parameter("weight"), f"norm {type(module).__name__}"
+    if eps is None or weight.dtype != draw(1).dtype:
+        done.kept[label] += 1
+        return
+    key = (type(module), eps, weight.shape)
+    if key not in verdicts:
+        x = draw(1, _ROWS, weight.shape[0]) * 3
+        try:
+            own = module(x)
+            agreeing = [v for v in _NORM_VARIANTS if _agree(ops.rms_norm(x, weight, eps, v), own)]
+        except (TypeError, RuntimeError):  # a norm that takes more than one input (a gate)
+            agreeing = []
+        verdicts[key] = agreeing[0] if agreeing else None
+    variant = verdicts[key]
+    if variant is None:
+        done.kept[label] += 1
+        return
+
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        return ops.rms_norm(hidden_states, weight, eps, variant)
+
+    module.forward = forward
+    done.used[label] += 1
+
+
+def _looks_like_gated_mlp(module: torch.nn.Module) -> bool:
+    parts = ("gate_proj", "up_proj", "down_proj")
+    return hasattr(module, "act_fn") and all(isinstance(getattr(module, p, None), torch.nn.Linear) for p in parts)
+
+
+def _try_gated_mlp(
+    module: Any,
+    ops: FusedOps,
+    draw: Callable[..., torch.Tensor],
+    verdicts: dict[Any, str | None],
+    done: Substitutes,
+) -> None:
+    label = f"gated MLP {type(module).__name__}"
+    kind = activation_name(module.act_fn)
+    if kind is None:
+        done.kept[label] += 1
+        return
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        hidden = ops.gated_activation(gate.view(-1, gate.shape[-1]), up.view(-1, up.shape[-1]), kind)
+        return module.down_proj(hidden.view(gate.shape))
+
+    key = (type(module), kind)
+    if key not in verdicts:
+        x = draw(1, _ROWS, module.gate_proj.in_features)
+        inner = module.act_fn(module.gate_proj(x)) * module.up_proj(x)
+        gate, up = module.gate_proj(x)[0], module.up_proj(x)[0]
+        # The module must be what it looks like, and the activation must round alike.
+        same = torch.equal(module.down_proj(inner), module(x))
+        verdicts[key] = kind if same and _agree(ops.gated_activation(gate, up, kind), inner[0]) else None
+    if verdicts[key] is None:
+        done.kept[label] += 1
+        return
+    module.forward = forward
+    done.used[label] += 1
+
+
+def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tensor], done: Substitutes) -> None:
+    """The rotary function is a name in the architecture's module: replaced there, for forwards of the engine alone."""
+    namespace = sys.modules[module_name]
+    original = getattr(namespace, _ROTARY, None)
+    if original is None:
+        return
+    original = getattr(original, _ORIGINAL, original)
+    label = f"rotary {module_name.rsplit('.', 1)[-1]}"
+    heads, width = 3, 16
+    q, k = draw(1, heads, _ROWS, width), draw(1, 1, _ROWS, width)
+    half = draw(1, _ROWS, width // 2).clamp(-1, 1)
+    cos = torch.cat([half, half], dim=-1)
+    sin = torch.cat([half.roll(1, dims=1), half.roll(1, dims=1)], dim=-1)
+
+    def substitute(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 4 or not has_context() or args[0].ndim != 4 or args[0].shape[0] != 1:
+            return original(*args, **kwargs)
+        return _rotate(ops, *args)
+
+    setattr(substitute, _ORIGINAL, original)
+    try:
+        agrees = all(_agree(a, b) for a, b in zip(_rotate(ops, q, k, cos, sin), original(q, k, cos, sin), strict=True))
+    except (TypeError, RuntimeError, AssertionError):
+        agrees = False
+    setattr(namespace, _ROTARY, substitute if agrees else original)
+    (done.used if agrees else done.kept)[label] += 1
+
+
+def _rotate(
+    ops: FusedOps, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q `[1, Hq, T, D]`, k `[1, Hk, T, D]`, cos and sin `[1, T, D']` with both halves alike."""
+    pairs = cos.shape[-1] // 2
+    q_THD, k_THD = ops.rotary(
+        q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0, :, :pairs].to(q.dtype), sin[0, :, :pairs].to(q.dtype)
+    )
+    return q_THD.transpose(0, 1).unsqueeze(0), k_THD.transpose(0, 1).unsqueeze(0)
