@@ -176,7 +176,7 @@ def _triton_attention(
     cfg = tiles.config
     # The width as two powers of two: 192 is 128 + 64, not 256. One that is a single power has no second part.
     d0 = 1 << (D.bit_length() - 1)
-    d1 = max(16, triton.next_power_of_2(D - d0)) if D > d0 else 0
+    d1 = max(16, triton.next_power_of_2(D - d0)) if d0 < D else 0
     out = torch.empty(T, H, Dv, dtype=q_THD.dtype, device=q_THD.device)
     num_tiles = tiles.sequence_M.shape[0]
     attend[(num_tiles * H,)](

@@ -16,7 +16,7 @@ from moelora.types import Phase
 from moelora_kernels.ops.experts.buffers import MoeBuffers, padded_rank
 from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, pick_config
 from moelora_kernels.ops.experts.kernel import grouped_product
-from moelora_kernels.ops.experts.shrink import combine, shrink
+from moelora_kernels.ops.experts.shrink_combine import combine, shrink
 from moelora_kernels.ops.routes import Routes, build_routes, order_tokens, token_routes
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "gpt_oss": 5}
