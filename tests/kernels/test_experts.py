@@ -20,7 +20,7 @@ FEW = settings(max_examples=14, deadline=None, derandomize=True, phases=[Hypothe
 SMALL = MoeConfig(
     block_m=16,
     up=ProductConfig(block_n=32, block_k=32, warps=4, stages=2, group=2),
-    down=ProductConfig(block_n=32, block_k=16, warps=4, stages=2),
+    down=ProductConfig(block_n=16, block_k=16, warps=4, stages=2, span=2),
     shrink=ProductConfig(block_n=32, block_k=32, warps=4, stages=2),
 )
 

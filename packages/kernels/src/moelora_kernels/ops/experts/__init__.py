@@ -187,7 +187,7 @@ def _product(
         s_b_l = slots.b_LEOR.stride(0)
         s_b_e = slots.b_LEOR.stride(1) if slots.b_LEOR.shape[1] > 1 else 0
     cap = routes.tile_slots_MC.shape[1]
-    grid = (routes.num_tiles * triton.cdiv(n_cols, cfg.block_n),)
+    grid = (routes.num_tiles * triton.cdiv(n_cols, cfg.block_n * cfg.span),)
     grouped_product[grid](
         x,
         weight,
@@ -233,6 +233,7 @@ def _product(
         BN=cfg.block_n,
         BK=cfg.block_k,
         BR=max(16, min(64, triton.next_power_of_2(cap * padded))),
+        SPAN=cfg.span,
         GROUP=cfg.group,
         HALVE=block_m >= (32 if x.dtype is torch.float32 else 128),
         num_warps=cfg.warps,

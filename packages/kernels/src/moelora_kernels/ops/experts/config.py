@@ -13,13 +13,15 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductConfig:
-    """Blocks of one product. `group`: tiles that walk through the columns together."""
+    """Blocks of one product. `span`: blocks of columns that one program computes, one after the other. `group`: tiles
+    that walk through the columns together."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
     group: int = 1
+    span: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

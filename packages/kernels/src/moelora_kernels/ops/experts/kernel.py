@@ -40,7 +40,8 @@ def activate_gated(gate, up, limit, alpha, ACT: tl.constexpr):
 def product_tile(
     expert,
     i_tile,
-    i_n,
+    i_span,
+    first,
     rows,
     p_x,
     p_w,
@@ -51,7 +52,6 @@ def product_tile(
     p_out,
     p_sorted,
     p_row_slot,
-    p_tile_first,
     p_tile_slots,
     p_tile_num_slots,
     K,
@@ -83,53 +83,58 @@ def product_tile(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """One tile of `grouped_product`, of BM rows."""
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
+    b_row, m_m, b_pair = tile_rows(p_sorted, first, rows, BM)  # [BM]
     b_token = b_pair // K
-
-    o_n = i_n * BN + tl.arange(0, BN)  # [BN]
-    b_n = tl.minimum(o_n, n_cols - 1)
-    if HALVES == 1:
-        b_n = (b_n % 2) * half + b_n // 2
-    o_k = tl.arange(0, BK)
     b_x = b_token if GATHER else b_row
-    p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
-    p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
-    b_acc = tl.zeros([BM, BN], tl.float32)
-    for o_depth in range(0, depth, BK):
-        if EVEN_K:
-            b_a = tl.load(p_a)
-            b_w = tl.load(p_wt)
-        else:
-            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
-            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
-        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
-        p_a += BK
-        p_wt += BK * s_w_k
-
+    o_k = tl.arange(0, BK)
+    p_xt = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
+    b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
+    p_slots = p_tile_slots + i_tile * SLOT_CAP
+    num_slots = 0
+    b_row_slot = b_row
     if HAS_LORA:
         num_slots = tl.load(p_tile_num_slots + i_tile)
-        p_slots = p_tile_slots + i_tile * SLOT_CAP
         b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
-        b_y_row = b_token if Y_BY_TOKEN else b_row
-        p_yt = p_y + b_y_row.to(tl.int64)[:, None] * RP
-        p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
-        b_acc = add_lora_columns(b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, R, RP, BR, PRECISION)
+    p_yt = p_y + (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
 
-    if HAS_BIAS:
-        b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
-    b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
-    if HALVES == 0:
-        b_out = b_acc if ACT == 0 else activate(b_acc, ACT)
-        m_o = m_m[:, None] & (o_n < n_cols)[None, :]
-        tl.store(p_out + b_to + o_n[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
-    else:
-        b_gate, b_up = tl.split(tl.reshape(b_acc, [BM, BN // 2, 2]))  # [BM, BN/2]
-        b_out = activate_gated(b_gate, b_up, limit, alpha, ACT)
-        o_i = i_n * (BN // 2) + tl.arange(0, BN // 2)
-        m_o = m_m[:, None] & (o_i < n_cols // 2)[None, :]
-        tl.store(p_out + b_to + o_i[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+    for i_n in range(i_span * SPAN, tl.minimum(i_span * SPAN + SPAN, tl.cdiv(n_cols, BN))):
+        o_n = i_n * BN + tl.arange(0, BN)  # [BN]
+        b_n = tl.minimum(o_n, n_cols - 1)
+        if HALVES == 1:
+            b_n = (b_n % 2) * half + b_n // 2
+        p_a = p_xt
+        p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
+        b_acc = tl.zeros([BM, BN], tl.float32)
+        for o_depth in range(0, depth, BK):
+            if EVEN_K:
+                b_a = tl.load(p_a)
+                b_w = tl.load(p_wt)
+            else:
+                b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+                b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+            b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
+            p_a += BK
+            p_wt += BK * s_w_k
+        if HAS_LORA:
+            p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
+            b_acc = add_lora_columns(
+                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, R, RP, BR, PRECISION
+            )
+        if HAS_BIAS:
+            b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
+        if HALVES == 0:
+            b_out = b_acc if ACT == 0 else activate(b_acc, ACT)
+            m_o = m_m[:, None] & (o_n < n_cols)[None, :]
+            tl.store(p_out + b_to + o_n[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
+        else:
+            b_gate, b_up = tl.split(tl.reshape(b_acc, [BM, BN // 2, 2]))  # [BM, BN/2]
+            b_out = activate_gated(b_gate, b_up, limit, alpha, ACT)
+            o_i = i_n * (BN // 2) + tl.arange(0, BN // 2)
+            m_o = m_m[:, None] & (o_i < n_cols // 2)[None, :]
+            tl.store(p_out + b_to + o_i[None, :], b_out.to(p_out.dtype.element_ty), mask=m_o)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -178,10 +183,11 @@ def grouped_product(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BR: tl.constexpr,
+    SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     HALVE: tl.constexpr,
 ):
-    """out = act(x·Wᵀ + bias + y·Bᵀ) for one tile and BN columns of W.
+    """out = act(x·Wᵀ + bias + y·Bᵀ) for one tile and SPAN blocks of BN columns of W.
 
     GATHER: x is by token, else by row. SCATTER: out is by pair, else by row. HALVES: 0 the columns are W's; 1 column c
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
@@ -189,22 +195,25 @@ def grouped_product(
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_pid = tl.program_id(0)
-    blocks_n = tl.cdiv(n_cols, BN)
-    i_group = i_pid // (GROUP * blocks_n)
+    spans = tl.cdiv(n_cols, BN * SPAN)
+    i_group = i_pid // (GROUP * spans)
     group = tl.minimum(tiles - i_group * GROUP, GROUP)
-    i_in = i_pid % (GROUP * blocks_n)
+    i_in = i_pid % (GROUP * spans)
     i_tile = i_group * GROUP + i_in % group
-    i_n = i_in // group
+    i_span = i_in // group
+    # Loaded together, before the first of them is looked at: one latency instead of three.
     expert = tl.load(p_tile_expert + i_tile)
+    first = tl.load(p_tile_first + i_tile)
+    rows = tl.load(p_tile_rows + i_tile)
     if expert < 0:
         return
-    rows = tl.load(p_tile_rows + i_tile)
     # The last tile of an expert is often small: half the rows cost half the products.
     if HALVE and rows <= BM // 2:
         product_tile(
             expert,
             i_tile,
-            i_n,
+            i_span,
+            first,
             rows,
             p_x,
             p_w,
@@ -215,7 +224,6 @@ def grouped_product(
             p_out,
             p_sorted,
             p_row_slot,
-            p_tile_first,
             p_tile_slots,
             p_tile_num_slots,
             K,
@@ -247,12 +255,14 @@ def grouped_product(
             BN,
             BK,
             BR,
+            SPAN,
         )
     else:
         product_tile(
             expert,
             i_tile,
-            i_n,
+            i_span,
+            first,
             rows,
             p_x,
             p_w,
@@ -263,7 +273,6 @@ def grouped_product(
             p_out,
             p_sorted,
             p_row_slot,
-            p_tile_first,
             p_tile_slots,
             p_tile_num_slots,
             K,
@@ -295,4 +304,5 @@ def grouped_product(
             BN,
             BK,
             BR,
+            SPAN,
         )
