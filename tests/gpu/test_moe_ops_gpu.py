@@ -66,7 +66,7 @@ def make_buffers(T, E, K, H, width, dtype, slots=8, R=16):
 
 
 def poison(buffers):
-    for name in ("h", "pairs", "y_up", "y_down"):
+    for name in ("h", "pairs", "y_up", "y_down", "wide"):
         getattr(buffers, name).fill_(float("nan"))
 
 
@@ -210,9 +210,9 @@ def test_score_head_at_a_real_vocabulary(dtype):
     scores = score_rows(x, w, targets, slots=slots, row_slot_N=slot, top_k=8)
     part = slice(100, 140)
     expected = naive_scores(x[part], w, targets[part], slots=slots, row_slot_N=slot[part], top_k=8)
-    tolerance = 3e-2 if dtype is torch.bfloat16 else 2e-5
+    tolerance = 4e-2 if dtype is torch.bfloat16 else 2e-5
     torch.testing.assert_close(scores.target_logprob[part].double(), expected[0], rtol=0, atol=tolerance)
-    torch.testing.assert_close(scores.lse[part].double(), expected[3], rtol=0, atol=1e-3)
+    torch.testing.assert_close(scores.lse[part].double(), expected[3], rtol=0, atol=tolerance / 10)
     torch.testing.assert_close(scores.top_logprobs[part].double(), expected[5], rtol=0, atol=tolerance)
     alone = score_rows(x[111:112], w, targets[111:112], slots=slots, row_slot_N=slot[111:112], top_k=8)
     assert torch.equal(alone.lse[0], scores.lse[111])

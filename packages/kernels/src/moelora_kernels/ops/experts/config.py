@@ -13,15 +13,13 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductConfig:
-    """Blocks of one product. `span`: blocks of columns that one program computes, one after the other. `group`: tiles
-    that walk through the columns together."""
+    """Blocks of one product. `group`: tiles that walk through the columns together."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
     group: int = 1
-    span: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +32,8 @@ class MoeConfig:
     shrink: ProductConfig
 
 
-SMALLEST_BLOCK_M = 16
-"""The smallest `block_m` of any configuration: what tile lists are sized by."""
+WIDEST_BLOCK_K = 64
+"""The largest `block_k` of any product: what the spread-out A x is sized by."""
 
 _SMALL = MoeConfig(
     block_m=64,
