@@ -16,7 +16,7 @@ from moelora.types import Phase
 from moelora_kernels.ops.experts.buffers import MoeBuffers, padded_rank
 from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, pick_config
 from moelora_kernels.ops.experts.kernel import grouped_product
-from moelora_kernels.ops.experts.shrink import combine, shrink
+from moelora_kernels.ops.experts.shrink_combine import combine, shrink
 from moelora_kernels.ops.routes import Routes, build_routes, order_tokens, token_routes
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "gpt_oss": 5}
@@ -84,14 +84,17 @@ def experts_lora(
     # First product and activation.
     inter = base.down.shape[1] if base.transposed else base.down.shape[2]
     up_out = base.up.shape[2] if base.transposed else base.up.shape[1]
-    y_up, shared = None, False
+    y_up, wide_up, shared = None, None, False
     if up_slots is not None:
         shared = up_slots.a_LERI.shape[1] == 1 and E > 1
         y_up = buffers.view("y_up", T if shared else P, padded_rank(up_slots.a_LERI.shape[2]))
         by = routes
         if shared:
             by = token_routes(token_slot_T, block_m=cfg.block_m, buffers=buffers.token_routes, num_live=num_live)
-        shrink_rows(x_TH, up_slots, y_up, by, cfg.shrink, gather=True, by_token=shared, block_m=cfg.block_m)
+        wide_up = None if shared else _wide(base.up, base, up_slots, cfg.up, buffers, P)
+        shrink_rows(
+            x_TH, up_slots, y_up, by, cfg.shrink, wide=wide_up, gather=True, by_token=shared, block_m=cfg.block_m
+        )
     halves = _halves(base)
     fused = halves is not None
     h_PI = buffers.view("h", P, inter) if fused else torch.empty(P, up_out, dtype=x_TH.dtype, device=x_TH.device)
@@ -100,6 +103,7 @@ def experts_lora(
         base.up,
         base.up_bias,
         y_up,
+        wide_up,
         up_slots,
         h_PI,
         routes,
@@ -115,12 +119,25 @@ def experts_lora(
         h_PI = base.activation(h_PI).contiguous()
 
     # Second product, one row per pair, and the sum over K.
-    y_down = None
+    y_down, wide_down = None, None
     if down_slots is not None:
         y_down = buffers.view("y_down", P, padded_rank(down_slots.a_LERI.shape[2]))
-        shrink_rows(h_PI, down_slots, y_down, routes, cfg.shrink, gather=False, by_token=False, block_m=cfg.block_m)
+        wide_down = _wide(base.down, base, down_slots, cfg.down, buffers, P)
+        shrink_rows(
+            h_PI,
+            down_slots,
+            y_down,
+            routes,
+            cfg.shrink,
+            wide=wide_down,
+            gather=False,
+            by_token=False,
+            block_m=cfg.block_m,
+        )
     pairs_PH = buffers.view("pairs", P, width)
-    _product(h_PI, base.down, base.down_bias, y_down, down_slots, pairs_PH, routes, cfg.down, cfg.block_m, base)
+    _product(
+        h_PI, base.down, base.down_bias, y_down, wide_down, down_slots, pairs_PH, routes, cfg.down, cfg.block_m, base
+    )
     if base.post_norm is not None:
         pairs_PH = base.post_norm(pairs_PH)
     block = min(1024, triton.next_power_of_2(width))
@@ -159,11 +176,25 @@ def _halves(base: ExpertsWeights) -> int | None:
     return None if base.transposed else 1
 
 
+def _wide(
+    weight: torch.Tensor, base: ExpertsWeights, slots: ExpertSlots, cfg: ProductConfig, buffers: MoeBuffers, P: int
+) -> torch.Tensor | None:
+    """Where the first LoRA columns stand if they can be a step of the main loop: `[P, block_k]`, or None.
+
+    They can if B's rows are stored like W's (contiguous along the depth), a step holds whole slots, and none is ragged.
+    """
+    rank, depth = slots.b_LEOR.shape[3], weight.shape[1] if base.transposed else weight.shape[2]
+    if base.transposed or rank % 16 or cfg.block_k % rank or depth % cfg.block_k:
+        return None
+    return buffers.view("wide", P, cfg.block_k)
+
+
 def _product(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor | None,
+    wide: torch.Tensor | None,
     slots: ExpertSlots | None,
     out: torch.Tensor,
     routes: Routes,
@@ -193,6 +224,7 @@ def _product(
         weight,
         unread if bias is None else bias,
         unread if y is None else y,
+        unread if wide is None else wide,
         unread if slots is None else slots.b_LEOR,
         unread if slots is None else slots.ranks_L,
         out,
@@ -223,6 +255,7 @@ def _product(
         ACT=act,
         HAS_BIAS=bias is not None,
         HAS_LORA=slots is not None,
+        WIDE=wide is not None,
         Y_BY_TOKEN=by_token,
         R=rank,
         RP=padded,
@@ -247,14 +280,15 @@ def shrink_rows(
     routes: Routes,
     cfg: ProductConfig,
     *,
+    wide: torch.Tensor | None = None,
     gather: bool,
     by_token: bool,
     block_m: int,
 ) -> None:
-    """y = A x: by row, or by token where A is shared by all experts."""
+    """y = A x: by row, or by token where A is shared by all experts. `wide`: see `grouped_product`."""
     cap = routes.tile_slots_MC.shape[1]
     padded = y.shape[1]
-    block_c = max(16, min(cfg.block_n, triton.next_power_of_2(cap * padded)))
+    block_c = max(16, min(cfg.block_n, triton.next_power_of_2(cap * padded))) if wide is None else wide.shape[1]
     blocks = min(_MAX_COLUMN_BLOCKS, triton.cdiv(cap * padded, block_c))
     a_LERI = slots.a_LERI
     shrink[(routes.num_tiles * blocks,)](
@@ -262,6 +296,7 @@ def shrink_rows(
         a_LERI,
         slots.ranks_L,
         y,
+        y if wide is None else wide,
         routes.sorted_P,
         routes.row_slot_P,
         routes.tile_expert_M,
@@ -278,6 +313,7 @@ def shrink_rows(
         blocks,
         GATHER=gather,
         Y_BY_TOKEN=by_token,
+        WIDE=wide is not None,
         RP=padded,
         SLOT_CAP=cap,
         EVEN_K=x.shape[1] % cfg.block_k == 0,

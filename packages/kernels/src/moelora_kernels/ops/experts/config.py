@@ -32,8 +32,8 @@ class MoeConfig:
     shrink: ProductConfig
 
 
-SMALLEST_BLOCK_M = 16
-"""The smallest `block_m` of any configuration: what tile lists are sized by."""
+WIDEST_BLOCK_K = 64
+"""The largest `block_k` of any product: what the spread-out A x is sized by."""
 
 _SMALL = MoeConfig(
     block_m=64,

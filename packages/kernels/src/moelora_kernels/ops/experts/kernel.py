@@ -7,7 +7,7 @@ Rows are pairs ordered by (expert, slot); a tile holds rows of one expert and li
 import triton
 import triton.language as tl
 
-from moelora_kernels.ops.experts.lora import add_lora_columns, tile_rows
+from moelora_kernels.ops.experts.lora import add_lora_columns, lora_columns, tile_rows
 
 
 @triton.jit
@@ -41,17 +41,18 @@ def product_tile(
     expert,
     i_tile,
     i_n,
+    first,
     rows,
     p_x,
     p_w,
     p_bias,
     p_y,
+    p_wide,
     p_b,
     p_rank,
     p_out,
     p_sorted,
     p_row_slot,
-    p_tile_first,
     p_tile_slots,
     p_tile_num_slots,
     K,
@@ -73,6 +74,7 @@ def product_tile(
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    WIDE: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -85,38 +87,57 @@ def product_tile(
     BR: tl.constexpr,
 ):
     """One tile of `grouped_product`, of BM rows."""
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
+    b_row, m_m, b_pair = tile_rows(p_sorted, first, rows, BM)  # [BM]
     b_token = b_pair // K
-
+    b_x = b_token if GATHER else b_row
+    o_k = tl.arange(0, BK)
     o_n = i_n * BN + tl.arange(0, BN)  # [BN]
     b_n = tl.minimum(o_n, n_cols - 1)
     if HALVES == 1:
         b_n = (b_n % 2) * half + b_n // 2
-    o_k = tl.arange(0, BK)
-    b_x = b_token if GATHER else b_row
-    p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
-    p_wt = p_w + expert.to(tl.int64) * s_w_e + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
-    b_acc = tl.zeros([BM, BN], tl.float32)
-    for o_depth in range(0, depth, BK):
-        if EVEN_K:
-            b_a = tl.load(p_a)
-            b_w = tl.load(p_wt)
-        else:
-            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
-            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
-        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
-        p_a += BK
-        p_wt += BK * s_w_k
-
+    p_we = p_w + expert.to(tl.int64) * s_w_e
+    p_be = p_b + expert.to(tl.int64) * s_b_e
+    p_slots = p_tile_slots + i_tile * SLOT_CAP
+    num_slots = 0
+    b_row_slot = b_row
     if HAS_LORA:
         num_slots = tl.load(p_tile_num_slots + i_tile)
-        p_slots = p_tile_slots + i_tile * SLOT_CAP
         b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
-        b_y_row = b_token if Y_BY_TOKEN else b_row
-        p_yt = p_y + b_y_row.to(tl.int64)[:, None] * RP
-        p_bt = p_b + expert.to(tl.int64) * s_b_e + b_n[None, :] * R
-        b_acc = add_lora_columns(b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, R, RP, BR, PRECISION)
-
+    b_acc = tl.zeros([BM, BN], tl.float32)
+    if WIDE:
+        # The first BK LoRA columns are one more step of the main loop, so that they cost a step and no more: y stands
+        # there spread out, zeros in other slots' columns, and only addresses change.
+        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, tl.maximum(num_slots, 1), RP)  # [BK]
+        b_kb = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
+        steps = depth // BK
+        for i_k in range(steps + tl.minimum(num_slots, 1)):
+            lora = i_k == steps
+            b_from = tl.where(lora, b_row, b_x).to(tl.int64) * tl.where(lora, BK, s_x)
+            p_a = tl.where(lora, p_wide, p_x) + b_from[:, None] + tl.where(lora, 0, i_k * BK) + o_k[None, :]
+            b_kw = tl.where(lora, b_kb, (i_k * BK + o_k) * s_w_k)
+            p_wt = tl.where(lora, p_be, p_we) + b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None]
+            b_acc = tl.dot(tl.load(p_a), tl.load(p_wt), b_acc, input_precision=PRECISION)
+    else:
+        p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
+        p_wt = p_we + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
+        for o_depth in range(0, depth, BK):
+            if EVEN_K:
+                b_a = tl.load(p_a)
+                b_w = tl.load(p_wt)
+            else:
+                b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+                b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+            b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
+            p_a += BK
+            p_wt += BK * s_w_k
+    if HAS_LORA:
+        done: tl.constexpr = BK if WIDE else 0
+        if num_slots * RP > done:
+            p_yt = p_y + (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
+            p_bt = p_be + b_n[None, :] * R
+            b_acc = add_lora_columns(
+                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, done, R, RP, BR, PRECISION
+            )
     if HAS_BIAS:
         b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
     b_to = (b_pair if SCATTER else b_row).to(tl.int64)[:, None] * s_out
@@ -138,6 +159,7 @@ def grouped_product(
     p_w,
     p_bias,
     p_y,
+    p_wide,
     p_b,
     p_rank,
     p_out,
@@ -168,6 +190,7 @@ def grouped_product(
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    WIDE: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -185,7 +208,8 @@ def grouped_product(
 
     GATHER: x is by token, else by row. SCATTER: out is by pair, else by row. HALVES: 0 the columns are W's; 1 column c
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
-    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`.
+    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. WIDE:
+    wide `[P, BK]` holds the tile's first BK LoRA columns of each row, and y the rest.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_pid = tl.program_id(0)
@@ -195,27 +219,30 @@ def grouped_product(
     i_in = i_pid % (GROUP * blocks_n)
     i_tile = i_group * GROUP + i_in % group
     i_n = i_in // group
+    # Loaded together, before the first of them is looked at: one latency instead of three.
     expert = tl.load(p_tile_expert + i_tile)
+    first = tl.load(p_tile_first + i_tile)
+    rows = tl.load(p_tile_rows + i_tile)
     if expert < 0:
         return
-    rows = tl.load(p_tile_rows + i_tile)
     # The last tile of an expert is often small: half the rows cost half the products.
     if HALVE and rows <= BM // 2:
         product_tile(
             expert,
             i_tile,
             i_n,
+            first,
             rows,
             p_x,
             p_w,
             p_bias,
             p_y,
+            p_wide,
             p_b,
             p_rank,
             p_out,
             p_sorted,
             p_row_slot,
-            p_tile_first,
             p_tile_slots,
             p_tile_num_slots,
             K,
@@ -237,6 +264,7 @@ def grouped_product(
             ACT,
             HAS_BIAS,
             HAS_LORA,
+            WIDE,
             Y_BY_TOKEN,
             R,
             RP,
@@ -253,17 +281,18 @@ def grouped_product(
             expert,
             i_tile,
             i_n,
+            first,
             rows,
             p_x,
             p_w,
             p_bias,
             p_y,
+            p_wide,
             p_b,
             p_rank,
             p_out,
             p_sorted,
             p_row_slot,
-            p_tile_first,
             p_tile_slots,
             p_tile_num_slots,
             K,
@@ -285,6 +314,7 @@ def grouped_product(
             ACT,
             HAS_BIAS,
             HAS_LORA,
+            WIDE,
             Y_BY_TOKEN,
             R,
             RP,

@@ -44,17 +44,19 @@ def add_lora_columns(
     p_yt,
     p_bt,
     s_b_l,
+    START: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
     BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """acc + y·Bᵀ, each row with its own slot. p_yt `[BM, 1]` and p_bt `[1, BN]` point at rank index 0 of each row.
+    """acc + y·Bᵀ from column START on, each row with its own slot.
 
-    Beyond a slot's rank, to the end of its 16 columns, y must hold zeros, or B must, up to its width R.
+    p_yt `[BM, 1]` and p_bt `[1, BN]` point at rank index 0 of each row. Beyond a slot's rank, to the end of its 16
+    columns, y must hold zeros, or B must, up to its width R.
     """
     if RP <= BR:
-        for o_c in range(0, num_slots * RP, BR):
+        for o_c in range(START, num_slots * RP, BR):
             b_slot, b_r, m_c = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP)  # [BR]
             m_y = m_c[None, :] & tl.max_constancy(b_row_slot[:, None] == b_slot[None, :], [1, 16])
             b_y = tl.load(p_yt + b_r[None, :], mask=m_y, other=0.0)  # [BM, BR]
@@ -63,7 +65,7 @@ def add_lora_columns(
             b_f = tl.load(p_bt + b_b[:, None], mask=m_b[:, None], other=0.0)  # [BR, BN]
             b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
     else:
-        for i_slot in range(num_slots):
+        for i_slot in range(START // RP, num_slots):
             slot = tl.load(p_slots + i_slot)
             rank = tl.load(p_rank + slot)
             m_slot = b_row_slot == slot

@@ -69,8 +69,8 @@ def score_rows(
     hidden_NH `[N, H]` (the rows already gathered) and weight_VH `[V, H]` in fp32, bf16 or fp16; targets_N int64 or
     int32, an id outside `[0, V)` means none. row_slot_N: int32 `[N]`, -1 for the base; needed with `slots`, whose
     factors must be finite. logit_scale multiplies the logits, `softcap` c then turns them into c·tanh(logit / c). top_k
-    is at most 64. Log-probabilities are in nats, all reductions fp32. A row's bits depend on the row alone.
-    Runs outside graphs: it allocates its results and scratch. Raises `ConfigError` for what it cannot do.
+    is at most 64. Log-probabilities are in nats, all reductions fp32. A row's bits depend on the row alone. Runs
+    outside graphs: it allocates its results and scratch. Raises `ConfigError` for what it cannot do.
     """
     N = hidden_NH.shape[0]
     V = weight_VH.shape[0]

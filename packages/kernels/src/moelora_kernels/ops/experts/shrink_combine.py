@@ -15,6 +15,7 @@ def shrink(
     p_a,
     p_rank,
     p_y,
+    p_wide,
     p_sorted,
     p_row_slot,
     p_tile_expert,
@@ -31,6 +32,7 @@ def shrink(
     col_blocks,
     GATHER: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
+    WIDE: tl.constexpr,
     RP: tl.constexpr,
     SLOT_CAP: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -39,7 +41,10 @@ def shrink(
     BC: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """y = A x for one tile, each row with its own slot's A, in passes of BC of the tile's LoRA columns."""
+    """y = A x for one tile, each row with its own slot's A, in passes of BC of the tile's LoRA columns.
+
+    WIDE: the first pass writes all its columns to wide `[P, BC]`, zeros where they are another slot's; others go to y.
+    """
     i_tile = tl.program_id(0) // col_blocks
     i_c = tl.program_id(0) % col_blocks
     expert = tl.load(p_tile_expert + i_tile)
@@ -60,7 +65,10 @@ def shrink(
         o_cc = o_c + tl.arange(0, BC)  # [BC]
         b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP)
         m_c = m_c & (o_cc < num_slots * RP)
-        if tl.sum(m_c.to(tl.int32), 0) > 0:
+        used = tl.sum(m_c.to(tl.int32), 0)
+        if WIDE:
+            used = tl.where(o_c == 0, 1, used)
+        if used > 0:
             # Columns beyond the rank read rank index 0, a valid address, and become zeros.
             m_r = m_c & (b_r < tl.load(p_rank + b_slot))
             b_at = b_slot.to(tl.int64) * s_a_l + tl.where(m_r, b_r, 0) * s_a_r + expert.to(tl.int64) * s_a_e
@@ -77,9 +85,17 @@ def shrink(
                 b_acc = tl.dot(b_xk, b_ak, b_acc, input_precision=PRECISION)
                 p_xk += BK
                 p_at += BK
-            m_y = m_m[:, None] & m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])
-            b_acc = tl.where(m_r[None, :], b_acc, 0.0)
-            tl.store(p_y + b_y_to + b_r[None, :], b_acc.to(p_y.dtype.element_ty), mask=m_y)
+            m_own = m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])
+            b_out = tl.where(m_own & m_r[None, :], b_acc, 0.0).to(p_y.dtype.element_ty)
+            if WIDE:
+                wide = o_c == 0
+                p_to = tl.where(wide, p_wide, p_y) + b_row.to(tl.int64)[:, None] * tl.where(wide, BC, RP)
+                b_at = tl.where(wide, o_cc, b_r)
+                tl.store(
+                    p_to + b_at[None, :], b_out, mask=m_m[:, None] & (m_own | (o_cc < tl.where(wide, BC, 0))[None, :])
+                )
+            else:
+                tl.store(p_y + b_y_to + b_r[None, :], b_out, mask=m_m[:, None] & m_own)
 
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
