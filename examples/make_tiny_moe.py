@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tiny_moe_recipe import adapters, scoring
 from tiny_moe_recipe.matrix import BASE, mean_logprobs
-from tiny_moe_recipe.model import build_model, build_tokenizer, expert_shares
+from tiny_moe_recipe.model import build_model, build_tokenizer, expert_shares, save_base
 from tiny_moe_recipe.texts import KINDS, SOURCES, Split, load
 from tiny_moe_recipe.training import Batches, encode_stream, train
 from torch import Tensor
@@ -27,8 +27,8 @@ BASE_MIX = {"jargon": 0.45, "sqlite": 0.15, "python": 0.10, "scripture": 0.10, "
 ADAPTER_MIX = 0.9
 """Share of its own kind that an adapter sees; the rest is the base's mix, against forgetting."""
 
-BASE_STEPS = 2000
-BASE_RATE = 4e-3
+BASE_STEPS = 1200
+BASE_RATE = 5e-3
 ROWS_PER_KIND = 24
 CHOICES_PER_KIND = 3
 SEED = 20
@@ -71,8 +71,7 @@ def train_base(tokenizer: PreTrainedTokenizerFast, streams: dict[str, Tensor], s
     print(f"base: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} M parameters")
     batches = Batches(streams, BASE_MIX, tokenizer.bos_token_id, SEED)
     train(model, batches, steps=steps, peak_rate=BASE_RATE, balance=True, label="base")
-    model.to(torch.bfloat16).save_pretrained(output)
-    tokenizer.save_pretrained(output)
+    save_base(model, tokenizer, output)
 
 
 def open_base(output: Path) -> Qwen3MoeForCausalLM:

@@ -32,7 +32,7 @@ RECIPES = (
         kind="python",
         layout="routed experts, as wrapped parameters",
         config={"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": _EXPERTS},
-        steps=350,
+        steps=240,
         peak_rate=6e-3,
     ),
     Recipe(
@@ -40,14 +40,14 @@ RECIPES = (
         layout="routed experts, one pair of matrices per expert and projection",
         config={"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": _EXPERTS},
         per_expert=True,
-        steps=350,
+        steps=240,
         peak_rate=6e-3,
     ),
     Recipe(
         kind="spanish",
         layout="attention only",
         config={"r": 16, "lora_alpha": 32, "target_modules": _ATTENTION},
-        steps=350,
+        steps=240,
         peak_rate=6e-3,
     ),
     Recipe(
@@ -60,7 +60,7 @@ RECIPES = (
             "target_modules": [*_ATTENTION, "embed_tokens", "lm_head"],
             "target_parameters": ["mlp.gate.weight", *_EXPERTS],
         },
-        steps=350,
+        steps=240,
         peak_rate=6e-3,
     ),
 )
@@ -94,8 +94,8 @@ def save(model: PeftModel, recipe: Recipe, directory: Path) -> None:
 def to_per_expert(tensors: dict[str, Tensor], num_experts: int, intermediate: int) -> dict[str, Tensor]:
     """Split adapters of wrapped expert parameters into one adapter per expert and projection; exact.
 
-    E experts, r rank, H hidden, I `intermediate`. PEFT stacks the experts differently on the two sides:
-    the rows of A are expert by expert, (E·r, in), but the columns of B run over the experts fastest, (out, r·E).
+    E experts, r rank, D in, O out. PEFT stacks the experts differently on the two sides:
+    the rows of A are expert by expert, (E·r, D), but the columns of B run over the experts fastest, (O, r·E).
     It nests the wrappers of one module: `experts.base_layer` is the first parameter, gate_up, and `experts` is down.
 
     gate and up share their input, hence their A; the rows of B divide in the order of the fused weight, gate first.
@@ -103,7 +103,7 @@ def to_per_expert(tensors: dict[str, Tensor], num_experts: int, intermediate: in
     result: dict[str, Tensor] = {}
     for key in sorted(key for key in tensors if key.endswith(".lora_A.weight")):
         module = key.removesuffix(".lora_A.weight")
-        a_ErI = tensors[key].unflatten(0, (num_experts, -1))
+        a_ErD = tensors[key].unflatten(0, (num_experts, -1))
         b_OrE = tensors[f"{module}.lora_B.weight"].unflatten(1, (-1, num_experts))
         fused = module.endswith(".experts.base_layer")
         experts = module.removesuffix(".base_layer")
@@ -115,8 +115,8 @@ def to_per_expert(tensors: dict[str, Tensor], num_experts: int, intermediate: in
             for projection, rows in parts.items():
                 name = f"{experts}.{expert}.{projection}"
                 # Clones, since safetensors refuses tensors that share memory.
-                result[f"{name}.lora_A.weight"] = a_ErI[expert].clone()
-                result[f"{name}.lora_B.weight"] = rows.clone().contiguous()
+                result[f"{name}.lora_A.weight"] = a_ErD[expert].clone()
+                result[f"{name}.lora_B.weight"] = rows.clone(memory_format=torch.contiguous_format)
     return result
 
 

@@ -1,7 +1,9 @@
 """The tokenizer and the untrained model. No training here."""
 
+import json
 from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -10,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 POSITIONS = 512
 _VOCAB = 3072
+_ROPE_THETA = 10_000.0
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -57,13 +60,30 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         router_aux_loss_coef=0.01,
         max_position_embeddings=POSITIONS,
         initializer_range=0.06,  # the usual 0.02 suits wider models; this narrow one learns slowly from it
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     return Qwen3MoeForCausalLM(config)
+
+
+def save_base(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Store model (in bfloat16) and tokenizer so that transformers 4 and 5 read them alike.
+
+    Version 5 renamed some fields. Version 4 takes its own defaults for what it does not find: 128 experts, for one.
+    """
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    _amend(directory / "config.json", num_experts=model.config.num_experts, rope_theta=_ROPE_THETA)
+    _amend(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+
+
+def _amend(path: Path, **fields: str | float) -> None:
+    """Set fields of a JSON file."""
+    content = json.loads(path.read_text(encoding="utf-8")) | fields
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
