@@ -21,13 +21,10 @@ from tiny_moe_recipe.training import Batches, encode_stream, train
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeForCausalLM, set_seed
 
-BASE_MIX = {"jargon": 0.45, "sqlite": 0.15, "python": 0.10, "scripture": 0.10, "spanish": 0.10, "glossary": 0.10}
-"""Share of the windows that the base sees of each source: some of every kind, and much room left to each adapter."""
+BASE_MIX = {"jargon": 0.65, "sqlite": 0.25, "python": 0.025, "scripture": 0.025, "spanish": 0.025, "glossary": 0.025}
+"""Share of the windows that the base sees of each source: a little of every kind, to leave its adapter room."""
 
-ADAPTER_MIX = 0.9
-"""Share of its own kind that an adapter sees; the rest is the base's mix, against forgetting."""
-
-BASE_STEPS = 1200
+BASE_STEPS = 1000
 BASE_RATE = 5e-3
 ROWS_PER_KIND = 24
 CHOICES_PER_KIND = 3
@@ -85,9 +82,7 @@ def train_adapter(
     """Train one adapter on the stored base and store it under the name of its kind."""
     set_seed(SEED)
     model = adapters.attach(open_base(output), recipe)
-    weights = {name: (1 - ADAPTER_MIX) * share for name, share in BASE_MIX.items()}
-    weights[recipe.kind] += ADAPTER_MIX
-    batches = Batches(streams, weights, tokenizer.bos_token_id, SEED + 1)
+    batches = Batches(streams, {recipe.kind: 1.0}, tokenizer.bos_token_id, SEED + 1)
     size, _ = model.get_nb_trainable_parameters()
     print(f"{recipe.kind}: {recipe.layout}; {size} parameters")
     train(model, batches, steps=steps, peak_rate=recipe.peak_rate, balance=False, label=recipe.kind)
