@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 BACKENDS = ["triton", "csgmv"]
 MODES = [GraphMode.FULL, GraphMode.BREAKABLE]
-BUCKETS = (16, 64, 256, 1024, 4096, 8192, 16384)
+BUCKETS = tuple(2**i for i in range(4, 15))
 
 SMALL = {
     **QWEN3_30B_A3B,
@@ -170,6 +170,7 @@ def test_adapters_loaded_replaced_and_dropped_after_capture(world, engines, back
     assert reloaded.token_logprobs == expected["a7"]
 
 
+@torch.inference_mode()
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_poison_in_free_memory_padding_and_unused_slots_changes_nothing(world, backend, mode):
@@ -216,10 +217,6 @@ def test_bucket_edges(engines, backend, mode, tokens):
         (result,) = engine.score(requests)
         assert result.mode is RunMode.EAGER
         assert engine.report()["eager_reasons"]["tokens_over_largest_bucket"] >= 1
-        return
-    if tokens == 65:  # 65 of 256 is under half
-        (result,) = engine.score(requests)
-        assert result.mode is RunMode.EAGER
         return
     assert_replays(engine, requests, mode)
 
