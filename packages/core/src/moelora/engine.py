@@ -162,9 +162,11 @@ class PrefillEngine:
         empty = [i for i, choice in enumerate(request.choices) if not choice]
         if empty:
             return f"choice {empty[0]} has no tokens"
-        for token in [*request.token_ids, *(t for choice in request.choices for t in choice)]:
-            if not 0 <= token < self.vocab_size:
-                return f"token id {token} is outside the vocabulary [0, {self.vocab_size})"
+        vocab_size = self.vocab_size
+        for ids in (request.token_ids, *request.choices):
+            if min(ids) < 0 or max(ids) >= vocab_size:
+                outside = next(t for t in ids if not 0 <= t < vocab_size)
+                return f"token id {outside} is outside the vocabulary [0, {vocab_size})"
         # The last choice token is predicted but never read, yet counting it keeps the rule simple to state.
         longest = len(request.token_ids) + max((len(c) for c in request.choices), default=0)
         if self.max_positions is not None and longest > self.max_positions:
