@@ -229,7 +229,7 @@ def test_architectures_capture_and_equal_eager(model_type, mode, tmp_path):
     sizes = {
         "vocab_size": 512,
         "hidden_size": 128,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }
