@@ -35,6 +35,9 @@ class MoeConfig:
 WIDEST_BLOCK_K = 64
 """The largest `block_k` of any product: what the spread-out A x is sized by."""
 
+WIDE_BLOCKS = 2
+"""Steps of a product's main loop that LoRA columns may take: 128 of them, eight slots of rank 16 in one tile."""
+
 _SMALL = MoeConfig(
     block_m=64,
     up=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=1),

@@ -99,22 +99,25 @@ def product_tile(
     p_be = p_b + expert.to(tl.int64) * s_b_e
     p_slots = p_tile_slots + i_tile * SLOT_CAP
     num_slots = 0
-    b_row_slot = b_row
     if HAS_LORA:
         num_slots = tl.load(p_tile_num_slots + i_tile)
-        b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     b_acc = tl.zeros([BM, BN], tl.float32)
-    if WIDE:
-        # The first BK LoRA columns are one more step of the main loop, so that they cost a step and no more: y stands
-        # there spread out, zeros in other slots' columns, and only addresses change.
-        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, tl.maximum(num_slots, 1), RP)  # [BK]
+    if WIDE > 0:
+        # The first WIDE·BK LoRA columns are further steps of the main loop, so that they cost a step each and no more:
+        # y stands there spread out, zeros in other slots' columns, and only addresses change.
+        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, num_slots, RP, SLOT_CAP)  # [BK]
         b_kb = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
+        b_kb1 = b_kb
+        if WIDE > 1:
+            b_slot, b_r, _ = lora_columns(p_slots, p_rank, BK + o_k, num_slots, RP, SLOT_CAP)  # [BK]
+            b_kb1 = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
         steps = depth // BK
-        for i_k in range(steps + tl.minimum(num_slots, 1)):
-            lora = i_k == steps
-            b_from = tl.where(lora, b_row, b_x).to(tl.int64) * tl.where(lora, BK, s_x)
-            p_a = tl.where(lora, p_wide, p_x) + b_from[:, None] + tl.where(lora, 0, i_k * BK) + o_k[None, :]
-            b_kw = tl.where(lora, b_kb, (i_k * BK + o_k) * s_w_k)
+        for i_k in range(steps + tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)):
+            lora = i_k >= steps
+            b_from = tl.where(lora, b_row, b_x).to(tl.int64) * tl.where(lora, WIDE * BK, s_x)
+            o_depth = tl.where(lora, i_k - steps, i_k) * BK
+            p_a = tl.where(lora, p_wide, p_x) + b_from[:, None] + o_depth + o_k[None, :]
+            b_kw = tl.where(lora, tl.where(i_k == steps, b_kb, b_kb1), (o_depth + o_k) * s_w_k)
             p_wt = tl.where(lora, p_be, p_we) + b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None]
             b_acc = tl.dot(tl.load(p_a), tl.load(p_wt), b_acc, input_precision=PRECISION)
     else:
@@ -131,12 +134,13 @@ def product_tile(
             p_a += BK
             p_wt += BK * s_w_k
     if HAS_LORA:
-        done: tl.constexpr = BK if WIDE else 0
+        done: tl.constexpr = WIDE * BK
         if num_slots * RP > done:
             p_yt = p_y + (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
             p_bt = p_be + b_n[None, :] * R
+            b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
             b_acc = add_lora_columns(
-                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, done, R, RP, BR, PRECISION
+                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, done, R, RP, SLOT_CAP, BR, PRECISION
             )
     if HAS_BIAS:
         b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
@@ -208,8 +212,8 @@ def grouped_product(
 
     GATHER: x is by token, else by row. SCATTER: out is by pair, else by row. HALVES: 0 the columns are W's; 1 column c
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
-    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. WIDE:
-    wide `[P, BK]` holds the tile's first BK LoRA columns of each row, and y the rest.
+    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. The
+    first WIDE·BK LoRA columns of a tile stand in wide `[P, WIDE·BK]`, each row's own at their place; y has the rest.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_pid = tl.program_id(0)

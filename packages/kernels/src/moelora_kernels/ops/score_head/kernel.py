@@ -107,8 +107,10 @@ def score_tile(
             p_y + b_row[:, None] * RP,
             p_b + b_n.to(tl.int64)[None, :] * R,
             s_b_l,
+            0,
             R,
             RP,
+            SLOT_CAP,
             BR,
             PRECISION,
         )
