@@ -149,8 +149,9 @@ def _torch_attention(
         options["return_aux"] = varlen.AuxRequest(lse=True)
     made = varlen.varlen_attn(q_THD, k_TGD, v_TGD, cu_S1, cu_S1, max_seqlen, max_seqlen, **options)
     padding_T = torch.arange(q_THD.shape[0], device=q_THD.device) >= cu_S1[-1]
-    if sinks_H is None:
+    if isinstance(made, torch.Tensor):
         return made.masked_fill_(padding_T[:, None, None], 0)
+    assert sinks_H is not None, "only sinks ask for the log-sum-exp"
     out, lse = made
     lse_TH = lse.transpose(0, 1) if lse.shape[0] == q_THD.shape[1] and lse.shape[1] == q_THD.shape[0] else lse
     share_TH = torch.sigmoid(lse_TH - sinks_H.float())

@@ -7,6 +7,7 @@ of 16 columns, one instruction's depth, so a row's sum has the same terms in the
 tile. The factors must be finite: zero times an infinity of another slot would reach this row.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
