@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from moelora.backends.base import ExpertSlots, ExpertsWeights
 from moelora.errors import ConfigError
@@ -222,6 +223,7 @@ def _product(
     s_n, s_k = (weight.stride(2), weight.stride(1)) if base.transposed else (weight.stride(1), weight.stride(2))
     n_cols, depth = (weight.shape[2], weight.shape[1]) if base.transposed else (weight.shape[1], weight.shape[2])
     unread = routes.sorted_P
+    bank = None if slots is None else slots.b_LEOR
     rank, padded, s_b_l, s_b_e = 16, 16, 0, 0
     if slots is not None:
         rank = slots.b_LEOR.shape[3]
@@ -236,7 +238,7 @@ def _product(
         unread if bias is None else bias,
         unread if y is None else y,
         unread if wide is None else wide,
-        unread if slots is None else slots.b_LEOR,
+        unread if bank is None else bank,
         unread if slots is None else slots.ranks_L,
         out,
         routes.sorted_P,
@@ -267,6 +269,7 @@ def _product(
         HAS_BIAS=bias is not None,
         HAS_LORA=slots is not None,
         WIDE=0 if wide is None else wide.shape[1] // cfg.block_k,
+        OFFSET=tl.int32 if max(t.numel() for t in (x, wide, bank) if t is not None) < 2**31 else tl.int64,
         Y_BY_TOKEN=by_token,
         R=rank,
         RP=padded,

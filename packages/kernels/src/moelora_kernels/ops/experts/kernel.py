@@ -76,6 +76,7 @@ def product_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -107,19 +108,20 @@ def product_tile(
         # The first WIDE·BK LoRA columns are further steps of the main loop, so that they cost a step each and no more:
         # y stands there spread out, zeros in other slots' columns, and only addresses change.
         b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, num_slots, RP, SLOT_CAP)  # [BK]
-        b_kb = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
+        b_kb = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
         b_kb1 = b_kb
         if WIDE > 1:
             b_slot, b_r, _ = lora_columns(p_slots, p_rank, BK + o_k, num_slots, RP, SLOT_CAP)  # [BK]
-            b_kb1 = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
+            b_kb1 = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
         steps = depth // BK
         for i_k in range(steps + tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)):
             lora = i_k >= steps
-            b_from = tl.where(lora, b_row, b_x).to(tl.int64) * tl.where(lora, WIDE * BK, s_x)
             o_depth = tl.where(lora, i_k - steps, i_k) * BK
-            p_a = tl.where(lora, p_wide, p_x) + b_from[:, None] + o_depth + o_k[None, :]
+            # Row and stride are chosen apart: the compiler sees a product's divisor, not that of a choice of products.
+            b_at = tl.where(lora, b_row, b_x).to(OFFSET) * tl.where(lora, WIDE * BK, s_x) + o_depth  # [BM]
+            p_a = tl.where(lora, p_wide, p_x) + (b_at[:, None] + o_k[None, :])
             b_kw = tl.where(lora, tl.where(i_k == steps, b_kb, b_kb1), (o_depth + o_k) * s_w_k)
-            p_wt = tl.where(lora, p_be, p_we) + b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None]
+            p_wt = tl.where(lora, p_be, p_we) + (b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None])
             b_acc = tl.dot(tl.load(p_a), tl.load(p_wt), b_acc, input_precision=PRECISION)
     else:
         p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
@@ -196,6 +198,7 @@ def grouped_product(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -215,6 +218,7 @@ def grouped_product(
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
     halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. The
     first WIDE·BK LoRA columns of a tile stand in wide `[P, WIDE·BK]`, each row's own at their place; y has the rest.
+    OFFSET: the integer type that reaches every element of x, wide and b.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_pid = tl.program_id(0)
@@ -270,6 +274,7 @@ def grouped_product(
             HAS_BIAS,
             HAS_LORA,
             WIDE,
+            OFFSET,
             Y_BY_TOKEN,
             R,
             RP,
@@ -320,6 +325,7 @@ def grouped_product(
             HAS_BIAS,
             HAS_LORA,
             WIDE,
+            OFFSET,
             Y_BY_TOKEN,
             R,
             RP,
