@@ -30,6 +30,8 @@ def graph_times(works: Sequence[Callable[[], object]], *, copies: int = 8, repea
             for _ in range(copies):
                 work()
         graph.replay()
+        # The next work may share buffers with this one and warms up on another stream.
+        torch.cuda.synchronize()
         graphs.append(graph)
     times: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):

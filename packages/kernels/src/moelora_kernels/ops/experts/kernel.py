@@ -104,38 +104,40 @@ def product_tile(
     if HAS_LORA:
         num_slots = tl.load(p_tile_num_slots + i_tile)
     b_acc = tl.zeros([BM, BN], tl.float32)
+    # Addresses are made anew in each step, from 32 bits where they suffice: faster here than moving pointers on.
+    steps = tl.cdiv(depth, BK)
+    lora_steps = 0
+    b_kb = o_k
+    b_kb1 = o_k
     if WIDE > 0:
         # The first WIDE·BK LoRA columns are further steps of the main loop, so that they cost a step each and no more:
         # y stands there spread out, zeros in other slots' columns, and only addresses change.
+        lora_steps = tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)
         b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, num_slots, RP, SLOT_CAP)  # [BK]
         b_kb = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
         b_kb1 = b_kb
         if WIDE > 1:
             b_slot, b_r, _ = lora_columns(p_slots, p_rank, BK + o_k, num_slots, RP, SLOT_CAP)  # [BK]
             b_kb1 = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
-        steps = depth // BK
-        for i_k in range(steps + tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)):
+    for i_k in range(steps + lora_steps):
+        if WIDE > 0:
             lora = i_k >= steps
             o_depth = tl.where(lora, i_k - steps, i_k) * BK
             # Row and stride are chosen apart: the compiler sees a product's divisor, not that of a choice of products.
             b_at = tl.where(lora, b_row, b_x).to(OFFSET) * tl.where(lora, WIDE * BK, s_x) + o_depth  # [BM]
-            p_a = tl.where(lora, p_wide, p_x) + (b_at[:, None] + o_k[None, :])
+            p_a = tl.where(lora, p_wide, p_x) + (b_at[:, None] + o_k[None, :])  # [BM, BK]
             b_kw = tl.where(lora, tl.where(i_k == steps, b_kb, b_kb1), (o_depth + o_k) * s_w_k)
-            p_wt = tl.where(lora, p_be, p_we) + (b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None])
+            p_wt = tl.where(lora, p_be, p_we) + (b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None])  # [BK, BN]
+        else:
+            o_depth = i_k * BK
+            p_a = p_x + ((b_x.to(OFFSET) * s_x + o_depth)[:, None] + o_k[None, :])  # [BM, BK]
+            p_wt = p_we + (b_n[None, :] * s_w_n + ((o_depth + o_k) * s_w_k)[:, None])  # [BK, BN]
+        if EVEN_K:
             b_acc = tl.dot(tl.load(p_a), tl.load(p_wt), b_acc, input_precision=PRECISION)
-    else:
-        p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
-        p_wt = p_we + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
-        for o_depth in range(0, depth, BK):
-            if EVEN_K:
-                b_a = tl.load(p_a)
-                b_w = tl.load(p_wt)
-            else:
-                b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
-                b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+        else:
+            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
             b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
-            p_a += BK
-            p_wt += BK * s_w_k
     if HAS_LORA:
         done: tl.constexpr = WIDE * BK
         if num_slots * RP > done:
