@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from graph_time import floor_ms, graph_time, refuse_unless
+from graph_time import floor_ms, graph_times, refuse_unless
 
 from moelora.backends.base import ExpertSlots, ExpertsWeights, MoeShape
 from moelora.capacity import PrefillCapacity
@@ -63,11 +63,18 @@ def measure(tokens: int, base: ExpertsWeights, up: ExpertSlots, down: ExpertSlot
     ends = torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
     product = torch.nn.functional.grouped_mm
     up_T, down_T = base.up.transpose(1, 2), base.down.transpose(1, 2)
-    peer = graph_time(lambda: product(rows, up_T, offs=ends)) + graph_time(lambda: product(h, down_T, offs=ends))
+    up_peer, down_peer, plain, lora = graph_times(
+        [
+            lambda: product(rows, up_T, offs=ends),
+            lambda: product(h, down_T, offs=ends),
+            lambda: run(False),
+            lambda: run(True),
+        ]
+    )
+    peer = up_peer + down_peer
     touched = min(E, tokens * K)
     moved = 2.0 * (touched * 3 * WIDTH * H + 2 * tokens * H + 2 * tokens * K * WIDTH)
     floor = floor_ms(num_bytes=moved, flops=2.0 * tokens * K * 3 * WIDTH * H)
-    plain, lora = graph_time(lambda: run(False)), graph_time(lambda: run(True))
     print(
         f"{'':9}{floor:7.3f}{peer:12.3f}{plain:9.3f}{lora:9.3f}{lora / plain:11.3f}{lora / peer:17.3f}{tokens:8} "
         f"tile {pick_config(tokens=tokens, top_k=K, num_experts=E, dtype=DTYPE).block_m}"

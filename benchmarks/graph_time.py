@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
@@ -13,27 +13,41 @@ MATRIX_FLOPS_PER_S = 790e12
 """One H200: a large bf16 matrix product."""
 
 
-def graph_time(work: Callable[[], object], *, copies: int = 8, repeats: int = 7) -> float:
-    """Median milliseconds of one `work()`; `copies` of it are captured, and the graph is replayed `repeats` times."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(copies):
+def graph_times(works: Sequence[Callable[[], object]], *, copies: int = 8, repeats: int = 9) -> list[float]:
+    """Median milliseconds of one call of each: `copies` are captured, and the graphs are replayed in turn.
+
+    In turn, because the card slows down as it warms up: what is measured first would look best.
+    """
+    graphs = []
+    for work in works:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
             work()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
+            work()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / copies)
-    return median(times)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                work()
+        graph.replay()
+        # The next work may share buffers with this one and warms up on another stream.
+        torch.cuda.synchronize()
+        graphs.append(graph)
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(repeats):
+        for graph, taken in zip(graphs, times, strict=True):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            taken.append(begin.elapsed_time(end) / copies)
+    return [median(taken) for taken in times]
+
+
+def graph_time(work: Callable[[], object], *, copies: int = 8, repeats: int = 9) -> float:
+    """`graph_times` of a single work."""
+    return graph_times([work], copies=copies, repeats=repeats)[0]
 
 
 def floor_ms(*, num_bytes: float, flops: float) -> float:

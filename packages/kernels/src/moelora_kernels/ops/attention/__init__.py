@@ -92,7 +92,8 @@ def varlen_attention(
     c·tanh(score / c). `tiles`: `attention_tiles` of this batch, made once for all layers that share its configuration.
 
     Backend "torch" is `torch.nn.attention.varlen` (16 bits, D = Dv, no softcap; its grid is S × max_seqlen), "triton"
-    does all, on a grid that follows tokens; "auto" takes torch's where it can. Both capture and neither synchronises.
+    does all, on a grid that follows tokens. Both capture and neither synchronises. "auto" is triton: on one H200 (32/4
+    heads of 128, bf16) it took 0.18 ms for 16 × 512 tokens and 4.9 ms for 1 × 16,384, torch's 0.34 and 6.6.
     Raises `ConfigError`, with the reason and what to use instead.
     """
     _check(q_THD, k_TGD, v_TGD, cu_seqlens_S1, window, sinks_H, softcap)
@@ -103,7 +104,7 @@ def varlen_attention(
         raise ConfigError(f"torch's varlen attention cannot run this: {refusal}; use the triton attention backend")
     if q_THD.shape[0] == 0:
         return q_THD.new_empty(0, q_THD.shape[1], v_TGD.shape[2])
-    if backend == "torch" or (backend == "auto" and refusal is None):
+    if backend == "torch":
         return _torch_attention(q_THD, k_TGD, v_TGD, cu_seqlens_S1, max_seqlen, scale, window, sinks_H)
     return _triton_attention(q_THD, k_TGD, v_TGD, cu_seqlens_S1, scale, window, sinks_H, softcap, tiles)
 
@@ -149,8 +150,9 @@ def _torch_attention(
         options["return_aux"] = varlen.AuxRequest(lse=True)
     made = varlen.varlen_attn(q_THD, k_TGD, v_TGD, cu_S1, cu_S1, max_seqlen, max_seqlen, **options)
     padding_T = torch.arange(q_THD.shape[0], device=q_THD.device) >= cu_S1[-1]
-    if sinks_H is None:
+    if isinstance(made, torch.Tensor):
         return made.masked_fill_(padding_T[:, None, None], 0)
+    assert sinks_H is not None, "only sinks ask for the log-sum-exp"
     out, lse = made
     lse_TH = lse.transpose(0, 1) if lse.shape[0] == q_THD.shape[1] and lse.shape[1] == q_THD.shape[0] else lse
     share_TH = torch.sigmoid(lse_TH - sinks_H.float())

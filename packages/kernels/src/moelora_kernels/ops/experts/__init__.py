@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
 from moelora.backends.base import ExpertSlots, ExpertsWeights
 from moelora.errors import ConfigError
 from moelora.types import Phase
 from moelora_kernels.ops.experts.buffers import MoeBuffers, padded_rank
-from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, pick_config
+from moelora_kernels.ops.experts.config import WIDE_BLOCKS, MoeConfig, ProductConfig, pick_config
 from moelora_kernels.ops.experts.kernel import grouped_product
 from moelora_kernels.ops.experts.shrink_combine import combine, shrink
 from moelora_kernels.ops.routes import Routes, build_routes, order_tokens, token_routes
@@ -93,7 +94,16 @@ def experts_lora(
             by = token_routes(token_slot_T, block_m=cfg.block_m, buffers=buffers.token_routes, num_live=num_live)
         wide_up = None if shared else _wide(base.up, base, up_slots, cfg.up, buffers, P)
         shrink_rows(
-            x_TH, up_slots, y_up, by, cfg.shrink, wide=wide_up, gather=True, by_token=shared, block_m=cfg.block_m
+            x_TH,
+            up_slots,
+            y_up,
+            by,
+            cfg.shrink,
+            wide=wide_up,
+            wide_block=cfg.up.block_k,
+            gather=True,
+            by_token=shared,
+            block_m=cfg.block_m,
         )
     halves = _halves(base)
     fused = halves is not None
@@ -130,6 +140,7 @@ def experts_lora(
             routes,
             cfg.shrink,
             wide=wide_down,
+            wide_block=cfg.down.block_k,
             gather=False,
             by_token=False,
             block_m=cfg.block_m,
@@ -179,14 +190,15 @@ def _halves(base: ExpertsWeights) -> int | None:
 def _wide(
     weight: torch.Tensor, base: ExpertsWeights, slots: ExpertSlots, cfg: ProductConfig, buffers: MoeBuffers, P: int
 ) -> torch.Tensor | None:
-    """Where the first LoRA columns stand if they can be a step of the main loop: `[P, block_k]`, or None.
+    """Where the first LoRA columns stand if they can be steps of the main loop: `[P, 1 or 2 · block_k]`, or None.
 
     They can if B's rows are stored like W's (contiguous along the depth), a step holds whole slots, and none is ragged.
     """
     rank, depth = slots.b_LEOR.shape[3], weight.shape[1] if base.transposed else weight.shape[2]
     if base.transposed or rank % 16 or cfg.block_k % rank or depth % cfg.block_k:
         return None
-    return buffers.view("wide", P, cfg.block_k)
+    blocks = min(WIDE_BLOCKS, triton.cdiv(buffers.slots * rank, cfg.block_k))
+    return buffers.view("wide", P, blocks * cfg.block_k)
 
 
 def _product(
@@ -211,6 +223,7 @@ def _product(
     s_n, s_k = (weight.stride(2), weight.stride(1)) if base.transposed else (weight.stride(1), weight.stride(2))
     n_cols, depth = (weight.shape[2], weight.shape[1]) if base.transposed else (weight.shape[1], weight.shape[2])
     unread = routes.sorted_P
+    bank = None if slots is None else slots.b_LEOR
     rank, padded, s_b_l, s_b_e = 16, 16, 0, 0
     if slots is not None:
         rank = slots.b_LEOR.shape[3]
@@ -225,7 +238,7 @@ def _product(
         unread if bias is None else bias,
         unread if y is None else y,
         unread if wide is None else wide,
-        unread if slots is None else slots.b_LEOR,
+        unread if bank is None else bank,
         unread if slots is None else slots.ranks_L,
         out,
         routes.sorted_P,
@@ -255,7 +268,8 @@ def _product(
         ACT=act,
         HAS_BIAS=bias is not None,
         HAS_LORA=slots is not None,
-        WIDE=wide is not None,
+        WIDE=0 if wide is None else wide.shape[1] // cfg.block_k,
+        OFFSET=tl.int32 if max(t.numel() for t in (x, wide, bank) if t is not None) < 2**31 else tl.int64,
         Y_BY_TOKEN=by_token,
         R=rank,
         RP=padded,
@@ -281,6 +295,7 @@ def shrink_rows(
     cfg: ProductConfig,
     *,
     wide: torch.Tensor | None = None,
+    wide_block: int = 0,
     gather: bool,
     by_token: bool,
     block_m: int,
@@ -288,7 +303,7 @@ def shrink_rows(
     """y = A x: by row, or by token where A is shared by all experts. `wide`: see `grouped_product`."""
     cap = routes.tile_slots_MC.shape[1]
     padded = y.shape[1]
-    block_c = max(16, min(cfg.block_n, triton.next_power_of_2(cap * padded))) if wide is None else wide.shape[1]
+    block_c = max(16, min(cfg.block_n, triton.next_power_of_2(cap * padded))) if wide is None else wide_block
     blocks = min(_MAX_COLUMN_BLOCKS, triton.cdiv(cap * padded, block_c))
     a_LERI = slots.a_LERI
     shrink[(routes.num_tiles * blocks,)](
@@ -313,7 +328,7 @@ def shrink_rows(
         blocks,
         GATHER=gather,
         Y_BY_TOKEN=by_token,
-        WIDE=wide is not None,
+        WIDE=0 if wide is None else wide.shape[1] // block_c,
         RP=padded,
         SLOT_CAP=cap,
         EVEN_K=x.shape[1] % cfg.block_k == 0,

@@ -13,7 +13,7 @@ from moelora.backends.base import MoeShape, PhaseError
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
 from moelora.types import Phase
-from moelora_kernels.ops.experts.config import WIDEST_BLOCK_K, smallest_block_m
+from moelora_kernels.ops.experts.config import WIDE_BLOCKS, WIDEST_BLOCK_K, smallest_block_m
 from moelora_kernels.ops.routes import RouteBuffers
 
 
@@ -25,7 +25,7 @@ def padded_rank(rank: int) -> int:
 class MoeBuffers:
     """Scratch for the largest of `shapes` at `capacity`; layers use it one after the other.
 
-    y_up, y_down: A x, `[P, RP]`. wide: A x spread over the columns of a tile's first slots, `[P, 64]`. h: the
+    y_up, y_down: A x, `[P, RP]`. wide: A x spread over the columns of a tile's first slots, `[P, 128]`. h: the
     activation's output `[P, I]`. pairs: each pair's output `[P, H]`. Flat, in the
     model's dtype. `block_m`: the smallest tile that will be asked for; None: what `pick_config` needs.
     """
@@ -53,7 +53,7 @@ class MoeBuffers:
         self.pairs = flat(*(s.top_k * s.hidden for s in shapes))
         self.y_up = flat(*(s.top_k * padded_rank(s.max_rank_up) if slots else 0 for s in shapes))
         self.y_down = flat(*(s.top_k * padded_rank(s.max_rank_down) if slots else 0 for s in shapes))
-        self.wide = flat(*(s.top_k * WIDEST_BLOCK_K if slots else 0 for s in shapes))
+        self.wide = flat(*(s.top_k * WIDE_BLOCKS * WIDEST_BLOCK_K if slots else 0 for s in shapes))
         self.routes = RouteBuffers(
             max_tokens=tokens,
             top_k=max(s.top_k for s in shapes),

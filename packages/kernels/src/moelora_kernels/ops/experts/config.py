@@ -35,17 +35,21 @@ class MoeConfig:
 WIDEST_BLOCK_K = 64
 """The largest `block_k` of any product: what the spread-out A x is sized by."""
 
+WIDE_BLOCKS = 2
+"""Steps of a product's main loop that LoRA columns may take: 128 of them, eight slots of rank 16 in one tile."""
+
+_SHRINK = ProductConfig(block_n=64, block_k=64, warps=4, stages=4)
 _SMALL = MoeConfig(
     block_m=64,
-    up=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=1),
-    down=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=1),
-    shrink=ProductConfig(block_n=64, block_k=128, warps=4, stages=3),
+    up=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=2),
+    down=ProductConfig(block_n=128, block_k=64, warps=4, stages=4, group=2),
+    shrink=_SHRINK,
 )
 _LARGE = MoeConfig(
     block_m=128,
     up=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
     down=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
-    shrink=ProductConfig(block_n=64, block_k=128, warps=4, stages=3),
+    shrink=_SHRINK,
 )
 _FLOAT32 = MoeConfig(
     block_m=32,
@@ -61,7 +65,11 @@ def smallest_block_m(dtype: torch.dtype) -> int:
 
 
 def pick_config(*, tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> MoeConfig:
-    """The configuration for a batch: small tiles where an expert has few pairs, else large ones."""
+    """The configuration for a batch: small tiles where an expert has few pairs, else large ones.
+
+    One H200, base products of Qwen3-30B-A3B in ms, small against large: 0.31 and 0.33 at 512 tokens (32 pairs per
+    expert), 0.39 and 0.36 at 1,024, 0.59 and 0.44 at 2,048. Other shapes may bring a table of their own here.
+    """
     if dtype is torch.float32:
         return _FLOAT32
-    return _SMALL if tokens * top_k <= 96 * num_experts else _LARGE
+    return _SMALL if tokens * top_k <= 48 * num_experts else _LARGE

@@ -4,6 +4,7 @@ Legend: T tokens, K experts per token, E experts, L adapter slots, R rank, H hid
 Rows are pairs ordered by (expert, slot); a tile holds rows of one expert and lists the slots it meets (ops/routes).
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
@@ -75,6 +76,7 @@ def product_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -99,44 +101,51 @@ def product_tile(
     p_be = p_b + expert.to(tl.int64) * s_b_e
     p_slots = p_tile_slots + i_tile * SLOT_CAP
     num_slots = 0
-    b_row_slot = b_row
     if HAS_LORA:
         num_slots = tl.load(p_tile_num_slots + i_tile)
-        b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     b_acc = tl.zeros([BM, BN], tl.float32)
-    if WIDE:
-        # The first BK LoRA columns are one more step of the main loop, so that they cost a step and no more: y stands
-        # there spread out, zeros in other slots' columns, and only addresses change.
-        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, tl.maximum(num_slots, 1), RP)  # [BK]
-        b_kb = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
-        steps = depth // BK
-        for i_k in range(steps + tl.minimum(num_slots, 1)):
-            lora = i_k == steps
-            b_from = tl.where(lora, b_row, b_x).to(tl.int64) * tl.where(lora, BK, s_x)
-            p_a = tl.where(lora, p_wide, p_x) + b_from[:, None] + tl.where(lora, 0, i_k * BK) + o_k[None, :]
-            b_kw = tl.where(lora, b_kb, (i_k * BK + o_k) * s_w_k)
-            p_wt = tl.where(lora, p_be, p_we) + b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None]
+    # Addresses are made anew in each step, from 32 bits where they suffice: faster here than moving pointers on.
+    steps = tl.cdiv(depth, BK)
+    lora_steps = 0
+    b_kb = o_k
+    b_kb1 = o_k
+    if WIDE > 0:
+        # The first WIDE·BK LoRA columns are further steps of the main loop, so that they cost a step each and no more:
+        # y stands there spread out, zeros in other slots' columns, and only addresses change.
+        lora_steps = tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)
+        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, num_slots, RP, SLOT_CAP)  # [BK]
+        b_kb = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
+        b_kb1 = b_kb
+        if WIDE > 1:
+            b_slot, b_r, _ = lora_columns(p_slots, p_rank, BK + o_k, num_slots, RP, SLOT_CAP)  # [BK]
+            b_kb1 = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
+    for i_k in range(steps + lora_steps):
+        if WIDE > 0:
+            lora = i_k >= steps
+            o_depth = tl.where(lora, i_k - steps, i_k) * BK
+            # Row and stride are chosen apart: the compiler sees a product's divisor, not that of a choice of products.
+            b_at = tl.where(lora, b_row, b_x).to(OFFSET) * tl.where(lora, WIDE * BK, s_x) + o_depth  # [BM]
+            p_a = tl.where(lora, p_wide, p_x) + (b_at[:, None] + o_k[None, :])  # [BM, BK]
+            b_kw = tl.where(lora, tl.where(i_k == steps, b_kb, b_kb1), (o_depth + o_k) * s_w_k)
+            p_wt = tl.where(lora, p_be, p_we) + (b_n[None, :] * tl.where(lora, R, s_w_n) + b_kw[:, None])  # [BK, BN]
+        else:
+            o_depth = i_k * BK
+            p_a = p_x + ((b_x.to(OFFSET) * s_x + o_depth)[:, None] + o_k[None, :])  # [BM, BK]
+            p_wt = p_we + (b_n[None, :] * s_w_n + ((o_depth + o_k) * s_w_k)[:, None])  # [BK, BN]
+        if EVEN_K:
             b_acc = tl.dot(tl.load(p_a), tl.load(p_wt), b_acc, input_precision=PRECISION)
-    else:
-        p_a = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
-        p_wt = p_we + b_n[None, :] * s_w_n + o_k[:, None] * s_w_k  # [BK, BN]
-        for o_depth in range(0, depth, BK):
-            if EVEN_K:
-                b_a = tl.load(p_a)
-                b_w = tl.load(p_wt)
-            else:
-                b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
-                b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
+        else:
+            b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
+            b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
             b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
-            p_a += BK
-            p_wt += BK * s_w_k
     if HAS_LORA:
-        done: tl.constexpr = BK if WIDE else 0
+        done: tl.constexpr = WIDE * BK
         if num_slots * RP > done:
             p_yt = p_y + (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
             p_bt = p_be + b_n[None, :] * R
+            b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
             b_acc = add_lora_columns(
-                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, done, R, RP, BR, PRECISION
+                b_acc, p_slots, num_slots, p_rank, b_row_slot, p_yt, p_bt, s_b_l, done, R, RP, SLOT_CAP, BR, PRECISION
             )
     if HAS_BIAS:
         b_acc += tl.load(p_bias + expert.to(tl.int64) * n_cols + b_n).to(tl.float32)[None, :]
@@ -191,6 +200,7 @@ def grouped_product(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     WIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
@@ -208,8 +218,9 @@ def grouped_product(
 
     GATHER: x is by token, else by row. SCATTER: out is by pair, else by row. HALVES: 0 the columns are W's; 1 column c
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
-    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. WIDE:
-    wide `[P, BK]` holds the tile's first BK LoRA columns of each row, and y the rest.
+    halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. The
+    first WIDE·BK LoRA columns of a tile stand in wide `[P, WIDE·BK]`, each row's own at their place; y has the rest.
+    OFFSET: the integer type that reaches every element of x, wide and b.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_pid = tl.program_id(0)
@@ -265,6 +276,7 @@ def grouped_product(
             HAS_BIAS,
             HAS_LORA,
             WIDE,
+            OFFSET,
             Y_BY_TOKEN,
             R,
             RP,
@@ -315,6 +327,7 @@ def grouped_product(
             HAS_BIAS,
             HAS_LORA,
             WIDE,
+            OFFSET,
             Y_BY_TOKEN,
             R,
             RP,

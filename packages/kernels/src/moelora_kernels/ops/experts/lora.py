@@ -7,6 +7,7 @@ of 16 columns, one instruction's depth, so a row's sum has the same terms in the
 tile. The factors must be finite: zero times an infinity of another slot would reach this row.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
@@ -21,11 +22,12 @@ def tile_rows(p_sorted, first, rows, BM: tl.constexpr):
 
 
 @triton.jit
-def lora_columns(p_tile_slots, p_rank, o_c, num_slots, RP: tl.constexpr):
+def lora_columns(p_tile_slots, p_rank, o_c, num_slots, RP: tl.constexpr, SLOT_CAP: tl.constexpr):
     """For LoRA columns: their slot (a valid one everywhere), rank index, and whether their 16 are in use."""
     b_j = o_c // RP
     b_r = o_c % RP
-    b_slot = tl.load(p_tile_slots + tl.minimum(b_j, num_slots - 1))
+    # The list is valid to its end, so that this load need not wait for the number of slots.
+    b_slot = tl.load(p_tile_slots + tl.minimum(b_j, SLOT_CAP - 1))
     # A slot of rank 16 or less is computed whole: its zeros cost less than waiting for its rank.
     b_rank = tl.load(p_rank + b_slot) if RP > 16 else tl.full(o_c.shape, 16, tl.int32)
     # Sixteen columns that start at a multiple of 16 are one slot's: said so (on arithmetic, for the compiler overlooks
@@ -47,6 +49,7 @@ def add_lora_columns(
     START: tl.constexpr,
     R: tl.constexpr,
     RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr,
     BR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -57,7 +60,7 @@ def add_lora_columns(
     """
     if RP <= BR:
         for o_c in range(START, num_slots * RP, BR):
-            b_slot, b_r, m_c = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP)  # [BR]
+            b_slot, b_r, m_c = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP, SLOT_CAP)  # [BR]
             m_y = m_c[None, :] & tl.max_constancy(b_row_slot[:, None] == b_slot[None, :], [1, 16])
             b_y = tl.load(p_yt + b_r[None, :], mask=m_y, other=0.0)  # [BM, BR]
             m_b = m_c if R % 16 == 0 else m_c & (b_r < R)

@@ -5,6 +5,8 @@ Legend: T tokens, K experts per token, E experts, L adapter slots, R rank, H hid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -20,12 +22,13 @@ def naive_activation(base: ExpertsWeights, up: torch.Tensor) -> torch.Tensor:
         limit = float("inf") if base.limit is None else base.limit
         gate, value = up[..., ::2].clamp(max=limit), up[..., 1::2].clamp(-limit, limit)
         return (value + 1) * gate * torch.sigmoid(gate * (1.702 if base.alpha is None else base.alpha))
-    act = {
+    acts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": functional.silu,
         "gelu": functional.gelu,
         "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "relu2": lambda x: functional.relu(x).square(),
-    }[name]
+    }
+    act = acts[name]
     if not base.gated:
         return act(up)
     gate, value = (up[..., ::2], up[..., 1::2]) if base.interleaved else up.chunk(2, dim=-1)

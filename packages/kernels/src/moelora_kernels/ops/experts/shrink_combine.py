@@ -3,6 +3,7 @@
 Legend: T tokens, K experts per token, E experts, R rank (RP: rounded up to 16), H hidden, P pairs (= T·K).
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
@@ -43,7 +44,8 @@ def shrink(
 ):
     """y = A x for one tile, each row with its own slot's A, in passes of BC of the tile's LoRA columns.
 
-    WIDE: the first pass writes all its columns to wide `[P, BC]`, zeros where they are another slot's; others go to y.
+    The first WIDE passes write all their columns to wide `[P, WIDE·BC]`, zeros where they are another slot's; the
+    others write a row's own columns to y `[P or T, RP]`.
     """
     i_tile = tl.program_id(0) // col_blocks
     i_c = tl.program_id(0) % col_blocks
@@ -63,11 +65,11 @@ def shrink(
     b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
     for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
         o_cc = o_c + tl.arange(0, BC)  # [BC]
-        b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP)
+        b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP, SLOT_CAP)
         m_c = m_c & (o_cc < num_slots * RP)
         used = tl.sum(m_c.to(tl.int32), 0)
-        if WIDE:
-            used = tl.where(o_c == 0, 1, used)
+        if WIDE > 0:
+            used = tl.where(o_c < WIDE * BC, 1, used)
         if used > 0:
             # Columns beyond the rank read rank index 0, a valid address, and become zeros.
             m_r = m_c & (b_r < tl.load(p_rank + b_slot))
@@ -87,13 +89,11 @@ def shrink(
                 p_at += BK
             m_own = m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])
             b_out = tl.where(m_own & m_r[None, :], b_acc, 0.0).to(p_y.dtype.element_ty)
-            if WIDE:
-                wide = o_c == 0
-                p_to = tl.where(wide, p_wide, p_y) + b_row.to(tl.int64)[:, None] * tl.where(wide, BC, RP)
-                b_at = tl.where(wide, o_cc, b_r)
-                tl.store(
-                    p_to + b_at[None, :], b_out, mask=m_m[:, None] & (m_own | (o_cc < tl.where(wide, BC, 0))[None, :])
-                )
+            if WIDE > 0:
+                wide = o_c < WIDE * BC
+                p_to = tl.where(wide, p_wide, p_y) + b_row.to(tl.int64)[:, None] * tl.where(wide, WIDE * BC, RP)
+                m_to = m_own | (o_cc < tl.where(wide, WIDE * BC, 0))[None, :]
+                tl.store(p_to + tl.where(wide, o_cc, b_r)[None, :], b_out, mask=m_m[:, None] & m_to)
             else:
                 tl.store(p_y + b_y_to + b_r[None, :], b_out, mask=m_m[:, None] & m_own)
 

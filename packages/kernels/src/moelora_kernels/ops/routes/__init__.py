@@ -32,7 +32,7 @@ class Routes:
     sorted_P: pair id (token·K + k) of each row; rows behind `first_row[E]` belong to no expert. row_slot_P: their
     slots. expert_rows `[E+1]`, first_row `[E+1]`: rows of each expert and its first row; the last entry is for pairs
     without one. tile_expert_M: the expert or -1 for an unused tile; tile_first_M, tile_rows_M: its rows.
-    tile_slots_MC, tile_num_slots_M: adapter slots present in the tile, ascending; undefined if not `has_lora`.
+    tile_slots_MC, tile_num_slots_M: adapter slots in the tile, ascending, then zeros; undefined if not `has_lora`.
     `top_k`: K, so that token = pair // K.
     """
 
@@ -257,6 +257,7 @@ def _tiles(
             E,
             HAS_SLOT=has_lora,
             SLOT_CAP=cap,
+            SLOT_BLOCK=triton.next_power_of_2(cap),
             BLOCK_M=block_m,
             BINS=triton.next_power_of_2(E),
         )

@@ -6,6 +6,7 @@ then their pairs, taken in that order, by expert. One level is four steps: count
 running sum over blocks, the first row of each bin, a scatter. The last bin takes what no expert computes.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
@@ -144,10 +145,11 @@ def list_tiles(
     last,
     HAS_SLOT: tl.constexpr,
     SLOT_CAP: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Writes one tile (the program): its expert or -1, first row, rows, and the adapter slots present, ascending."""
+    """Writes one tile (the program): expert or -1, first row, rows, adapter slots present, ascending, then zeros."""
     i_tile = tl.program_id(0)
     o_bin = tl.arange(0, BINS)  # [BINS]
     b_end = tl.load(p_tile_end + o_bin, mask=o_bin < last, other=2147483647)
@@ -168,4 +170,7 @@ def list_tiles(
         m_new = (b_slot >= 0) & (b_slot != b_previous)
         b_at = tl.cumsum(m_new.to(tl.int32), 0) - 1
         tl.store(p_slots + i_tile * SLOT_CAP + b_at, b_slot, mask=m_new)
-        tl.store(p_num_slots + i_tile, tl.sum(m_new.to(tl.int32), 0))
+        num_slots = tl.sum(m_new.to(tl.int32), 0)
+        tl.store(p_num_slots + i_tile, num_slots)
+        o_s = tl.arange(0, SLOT_BLOCK)
+        tl.store(p_slots + i_tile * SLOT_CAP + o_s, 0, mask=(o_s >= num_slots) & (o_s < SLOT_CAP))

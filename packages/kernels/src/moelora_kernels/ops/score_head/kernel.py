@@ -3,6 +3,7 @@
 Legend: N rows, V vocabulary, H hidden, R rank, C tiles of the vocabulary. Logits live in registers only.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import triton
 import triton.language as tl
 
@@ -107,8 +108,10 @@ def score_tile(
             p_y + b_row[:, None] * RP,
             p_b + b_n.to(tl.int64)[None, :] * R,
             s_b_l,
+            0,
             R,
             RP,
+            SLOT_CAP,
             BR,
             PRECISION,
         )
