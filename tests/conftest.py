@@ -9,3 +9,4 @@ if not torch.cuda.is_available():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The models of the tests are so small that a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the processes that tests start

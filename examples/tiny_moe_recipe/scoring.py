@@ -70,6 +70,7 @@ def heldout_rows(
 def choice_rows(
     tokenizer: PreTrainedTokenizerFast, heldout: Mapping[str, list[str]], count: int
 ) -> list[dict[str, Any]]:
+<<<<<<< HEAD
     """`count` four-way questions per kind: how does this passage go on? The wrong choices go on from other passages."""
     chooser = random.Random(2)
     rows: list[dict[str, Any]] = []
@@ -92,6 +93,33 @@ def choice_rows(
                     "prompt": contexts[4 * index],
                     "choices": [continuations[member] for member in group],
                     "metadata": {"kind": kind, "answer": answer},
+=======
+    """`count` questions per kind: how does this passage go on? The wrong choices go on from other kinds.
+
+    Telling passages of one kind apart by how they go on takes a larger model than this one.
+    """
+    chooser = random.Random(2)
+    questions: dict[str, list[tuple[str, str]]] = {}
+    for kind, documents in heldout.items():
+        questions[kind] = []
+        for passage in _passages(tokenizer, documents, count, seed=3):
+            context = _clip(tokenizer, passage, _CONTEXT_TOKENS)
+            # Cut at a space, so that each choice starts with one and its tokens do not depend on the context.
+            context = context[: context.rfind(" ")]
+            continuation = " " + _clip(tokenizer, passage[len(context) :].lstrip(), _CHOICE_TOKENS)
+            questions[kind].append((context, continuation))
+    rows: list[dict[str, Any]] = []
+    for kind, pairs in questions.items():
+        for index, (context, _) in enumerate(pairs):
+            kinds = list(questions)
+            chooser.shuffle(kinds)
+            rows.append(
+                {
+                    "id": f"{kind}-choice-{index:02d}",
+                    "prompt": context,
+                    "choices": [questions[other][index][1] for other in kinds],
+                    "metadata": {"kind": kind, "answer": kinds.index(kind)},
+>>>>>>> examples-tiny
                 }
             )
     return rows

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -279,7 +279,7 @@ class _TiledBackend(Backend):
             return super().attention(
                 q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
             )
-        options = {"scale": scale, "window": window, "sinks_H": sinks, "softcap": softcap}
+        options: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks, "softcap": softcap}
         if not captured and torch_refusal(q_THD, v_THD, softcap) is None:
             return varlen_attention(
                 q_THD, k_THD, v_THD, segments.cu_seqlens_S1, segments.longest, backend="torch", **options

@@ -60,7 +60,7 @@ class BaseModel:
 
     folder: Path
     config: Any
-    causal_lm: torch.nn.Module
+    causal_lm: Any
     architecture: Architecture
     device: torch.device
     dtype: torch.dtype

@@ -68,7 +68,7 @@ def moelora_experts(
     )
 
 
-def experts_weights(module: torch.nn.Module) -> ExpertsWeights:
+def experts_weights(module: Any) -> ExpertsWeights:
     """What the module tells of itself, read once. Raises `CheckpointError` for experts split over devices."""
     known = getattr(module, _WEIGHTS, None)
     if known is not None and known.up.data_ptr() == getattr(module, up_parameter(module)).data_ptr():

@@ -86,7 +86,7 @@ class ScoringHead:
         has_lora = bool((slots_C != BASE_SLOT).any())
         meta = self._backend.rows_metadata(slots_C.to(self._base.device), has_lora=has_lora)
         model = self._base.causal_lm
-        prefix = model.base_model_prefix
+        prefix: str = model.base_model_prefix
         body = getattr(model, prefix)
         self._stub.hidden_1CH = hidden_CH.unsqueeze(0)
         setattr(model, prefix, self._stub)
