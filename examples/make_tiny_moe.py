@@ -121,11 +121,8 @@ def report(
         values = [*(cells[name] for name in names), cells[kind] - cells[BASE], -unigram_entropy(streams[kind])]
         print(f"{kind:>10} " + " ".join(f"{value:10.3f}" for value in values))
     print("choices right: " + ", ".join(f"{name} {sum(right[name])}/{len(choices)}" for name in names))
-<<<<<<< HEAD
-=======
     own = sum(right[row["metadata"]["kind"]][index] for index, row in enumerate(choices))
     print(f"choices right, each under its own kind's adapter: {own}/{len(choices)}")
->>>>>>> examples-tiny
     print(
         "least and most used expert per layer: "
         + ", ".join(

@@ -32,11 +32,7 @@ RECIPES = (
         kind="python",
         layout="routed experts, as wrapped parameters",
         config={"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": _EXPERTS},
-<<<<<<< HEAD
-        steps=200,
-=======
         steps=220,
->>>>>>> examples-tiny
         peak_rate=1.2e-2,
     ),
     Recipe(
@@ -44,22 +40,14 @@ RECIPES = (
         layout="routed experts, one pair of matrices per expert and projection",
         config={"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": _EXPERTS},
         per_expert=True,
-<<<<<<< HEAD
-        steps=200,
-=======
         steps=220,
->>>>>>> examples-tiny
         peak_rate=1.2e-2,
     ),
     Recipe(
         kind="spanish",
         layout="attention only",
         config={"r": 16, "lora_alpha": 32, "target_modules": _ATTENTION},
-<<<<<<< HEAD
-        steps=200,
-=======
         steps=340,
->>>>>>> examples-tiny
         peak_rate=1.2e-2,
     ),
     Recipe(
@@ -72,11 +60,7 @@ RECIPES = (
             "target_modules": [*_ATTENTION, "embed_tokens", "lm_head"],
             "target_parameters": ["mlp.gate.weight", *_EXPERTS],
         },
-<<<<<<< HEAD
-        steps=200,
-=======
         steps=220,
->>>>>>> examples-tiny
         peak_rate=8e-3,
     ),
 )

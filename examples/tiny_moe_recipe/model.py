@@ -2,10 +2,6 @@
 
 import json
 from collections.abc import Iterable
-<<<<<<< HEAD
-from itertools import islice
-=======
->>>>>>> examples-tiny
 from pathlib import Path
 
 import torch
@@ -14,10 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 POSITIONS = 512
-<<<<<<< HEAD
-=======
 TOP_K = 2
->>>>>>> examples-tiny
 _VOCAB = 3072
 _ROPE_THETA = 10_000.0
 
@@ -62,14 +55,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         num_key_value_heads=2,
         head_dim=32,
         num_experts=8,
-<<<<<<< HEAD
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
-=======
         num_experts_per_tok=TOP_K,
         norm_topk_prob=True,
->>>>>>> examples-tiny
         max_position_embeddings=POSITIONS,
         initializer_range=0.06,  # the usual 0.02 suits wider models; this narrow one learns slowly from it
         rope_parameters={"rope_type": "default", "rope_theta": _ROPE_THETA},
@@ -103,11 +90,7 @@ def expert_shares(model: Qwen3MoeForCausalLM, rows: list[list[int]]) -> torch.Te
     """Share of the routed (token, expert) pairs that each expert gets, per layer: (layers, experts)."""
     config = model.config
     counts = torch.zeros(config.num_hidden_layers, config.num_experts)
-<<<<<<< HEAD
-    for row in islice(rows, 32):
-=======
     for row in rows:
->>>>>>> examples-tiny
         logits_per_layer = model(torch.tensor([row]), output_router_logits=True).router_logits
         for layer, logits_TE in enumerate(logits_per_layer):
             chosen = logits_TE.topk(config.num_experts_per_tok, dim=-1).indices.flatten()

@@ -70,30 +70,6 @@ def heldout_rows(
 def choice_rows(
     tokenizer: PreTrainedTokenizerFast, heldout: Mapping[str, list[str]], count: int
 ) -> list[dict[str, Any]]:
-<<<<<<< HEAD
-    """`count` four-way questions per kind: how does this passage go on? The wrong choices go on from other passages."""
-    chooser = random.Random(2)
-    rows: list[dict[str, Any]] = []
-    for kind, documents in heldout.items():
-        contexts: list[str] = []
-        continuations: list[str] = []
-        for passage in _passages(tokenizer, documents, 4 * count, seed=3):
-            context = _clip(tokenizer, passage, _CONTEXT_TOKENS)
-            # Cut at a space, so that each choice starts with one and its tokens do not depend on the context.
-            context = context[: context.rfind(" ")]
-            contexts.append(context)
-            continuations.append(" " + _clip(tokenizer, passage[len(context) :].lstrip(), _CHOICE_TOKENS))
-        for index in range(count):
-            group = [4 * index + offset for offset in range(4)]
-            chooser.shuffle(group)
-            answer = group.index(4 * index)
-            rows.append(
-                {
-                    "id": f"{kind}-choice-{index:02d}",
-                    "prompt": contexts[4 * index],
-                    "choices": [continuations[member] for member in group],
-                    "metadata": {"kind": kind, "answer": answer},
-=======
     """`count` questions per kind: how does this passage go on? The wrong choices go on from other kinds.
 
     Telling passages of one kind apart by how they go on takes a larger model than this one.
@@ -119,7 +95,6 @@ def choice_rows(
                     "prompt": context,
                     "choices": [questions[other][index][1] for other in kinds],
                     "metadata": {"kind": kind, "answer": kinds.index(kind)},
->>>>>>> examples-tiny
                 }
             )
     return rows

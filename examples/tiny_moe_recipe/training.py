@@ -2,24 +2,16 @@
 
 import math
 import time
-<<<<<<< HEAD
-from collections.abc import Mapping
-=======
 from collections.abc import Mapping, Sequence
->>>>>>> examples-tiny
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-<<<<<<< HEAD
-BATCH_TOKENS = 2048
-=======
 from tiny_moe_recipe.model import TOP_K
 
 BATCH_TOKENS = 2048
 _BALANCE = 0.05
->>>>>>> examples-tiny
 _LENGTHS = (128, 256, 256, 512)
 """Sequence lengths taken in turn: short ones for fresh starts, long ones for the far positions."""
 
@@ -55,12 +47,6 @@ class Batches:
         return windows
 
 
-<<<<<<< HEAD
-def train(model: nn.Module, batches: Batches, *, steps: int, peak_rate: float, balance: bool, label: str) -> None:
-    """Train the parameters that require gradients with AdamW: linear warm-up, then a cosine down to a tenth.
-
-    `balance` adds the router's load-balancing loss, so that every expert of the base gets its share.
-=======
 def imbalance(router_logits: Sequence[Tensor]) -> Tensor:
     """Load-balancing loss after Switch Transformers (Fedus et al., 2021), meaned over the layers; 1 if all is even.
 
@@ -80,7 +66,6 @@ def train(model: nn.Module, batches: Batches, *, steps: int, peak_rate: float, b
     """Train the parameters that require gradients with AdamW: linear warm-up, then a cosine down to a tenth.
 
     `balance` adds `imbalance`, so that every expert of the base gets its share.
->>>>>>> examples-tiny
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Norms, and nothing else here, have one dimension; decaying them would pull every layer towards zero.
@@ -103,12 +88,8 @@ def train(model: nn.Module, batches: Batches, *, steps: int, peak_rate: float, b
     for step in range(1, steps + 1):
         windows = batches.draw()
         output = model(input_ids=windows, labels=windows, output_router_logits=balance, use_cache=False)
-<<<<<<< HEAD
-        output.loss.backward()
-=======
         loss = output.loss + _BALANCE * imbalance(output.router_logits) if balance else output.loss
         loss.backward()
->>>>>>> examples-tiny
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
