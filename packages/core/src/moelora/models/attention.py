@@ -55,7 +55,7 @@ def moelora_attention(
     context = current_context()
     assert context.segments is not None, "attention outside the body of the model"
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
-    options = {
+    options: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "window": sliding_window,
         "sinks": s_aux,
