@@ -22,7 +22,7 @@ def install_moelora(session: nox.Session, *more: str) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite, on the CPU. Arguments after `--` go to pytest."""
     install_moelora(session, "peft", "pytest", "pytest-timeout", "hypothesis")
-    session.run("pytest", "-q", "-m", "not gpu", *session.posargs)
+    session.run("pytest", "-q", "-m", "not gpu", "--timeout", "300", *session.posargs)
 
 
 @nox.session

@@ -327,6 +327,8 @@ def test_an_interrupted_run_leaves_no_file(command: Command, number: int, code: 
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
+        # A suite that runs in the background ignores SIGINT, and would hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdin is not None
         assert process.stderr is not None

@@ -15,7 +15,7 @@ from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.loader import load_adapter
 from moelora.backends import backend_names, get_backend
-from moelora.backends.base import Backend
+from moelora.backends.base import Backend, DenseSlots, RowScores
 from moelora.batching.packing import pack
 from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
 from moelora.batching.sequences import Sequence as Tokens
@@ -29,7 +29,7 @@ from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
 from moelora.models.substitutes import Substitutes, install_substitutes
-from moelora.scoring.head import RowScores, ScoringHead
+from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result, RunMode
 
@@ -117,7 +117,7 @@ class PrefillEngine:
             dtype=self._base.dtype,
         )
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
-        self._head = ScoringHead(self._base, self._backend, chunk_rows=options.score_chunk_rows)
+        self._head = self._make_head()
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
         self._tokens = 0
@@ -222,6 +222,7 @@ class PrefillEngine:
             "graph": str(self.options.graph),
             "graphs": self._selection.report(),
             "substitutes": self._substitutes.report(),
+            "fused_head": self._head.fused,
             "batch_invariant": self.options.batch_invariant,
             "passes": [
                 {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
@@ -289,6 +290,17 @@ class PrefillEngine:
         if shapes:
             self._backend.init_moe_buffers(Phase.PREFILL, self._capacity, self._device, self._base.dtype, shapes)
 
+    def _make_head(self) -> ScoringHead:
+        slots = self._bank.slots.get("lm_head")
+        assert slots is None or isinstance(slots, DenseSlots)
+        return ScoringHead(
+            self._base,
+            self._backend,
+            chunk_rows=self.options.score_chunk_rows,
+            slots=slots,
+            replaced="lm_head" in self._bank.layout.replaced,
+        )
+
     def _ranks(self) -> dict[str, int]:
         """The largest rank by target."""
         return dict(BankLayout.of(self._adapters.values()).ranks)
@@ -319,6 +331,7 @@ class PrefillEngine:
         with torch.inference_mode():
             hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
             self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
+            self._head.recognise(hidden_TH)
         self._installed.check_all_called()
 
     # Scoring.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from moelora.backends.base import HeadWeights, RowScores
 from moelora_kernels.ops.gated_activation import gated_activation
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.rms_norm import rms_norm
 from moelora_kernels.ops.rotary import rotary
+from moelora_kernels.ops.score_head import MAX_TOP_K, score_rows
 
 
 class TritonOps:
@@ -26,3 +28,29 @@ class TritonOps:
 
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         return invariant_gemm(x_MK.contiguous(), w_NK, bias_N)
+
+    def score_rows(
+        self, hidden_NH: torch.Tensor, head: HeadWeights, targets_N: torch.Tensor, row_slot_N: torch.Tensor, top_k: int
+    ) -> RowScores | None:
+        if top_k > MAX_TOP_K or head.weight_VH.dtype is not hidden_NH.dtype:
+            return None
+        scores = score_rows(
+            hidden_NH,
+            head.weight_VH,
+            targets_N,
+            bias_V=head.bias_V,
+            slots=head.slots,
+            row_slot_N=row_slot_N,
+            logit_scale=head.scale,
+            softcap=head.softcap,
+            top_k=top_k,
+        )
+        return RowScores(
+            target_logprob_N=scores.target_logprob,
+            # Equal log-probabilities come from equal logits: both are logit - lse of one row.
+            is_greedy_N=scores.target_logprob == scores.argmax_logprob,
+            best_id_N=scores.argmax_id,
+            best_logprob_N=scores.argmax_logprob,
+            top_ids_NK=scores.top_ids,
+            top_logprobs_NK=scores.top_logprobs,
+        )

@@ -133,6 +133,36 @@ class LoraMetadata:
     private: Any = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadWeights:
+    """A head that is one product: logits = cap(scale · (W h + bias)), cap(x) = c·tanh(x / c) if `softcap` is c.
+
+    weight_VH `[V, H]`; slots: the bank of lm_head, or None where no adapter targets it.
+    """
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    slots: DenseSlots | None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """Scores of N rows in fp32, on the device or on the host.
+
+    target_logprob_N: log p(target), NaN where there was no target. is_greedy_N: the target's logit is the largest of
+    its row. best_id_N, best_logprob_N: the arg-max. top_ids_NK, top_logprobs_NK: the K best, best first; K may be 0.
+    """
+
+    target_logprob_N: torch.Tensor
+    is_greedy_N: torch.Tensor
+    best_id_N: torch.Tensor
+    best_logprob_N: torch.Tensor
+    top_ids_NK: torch.Tensor
+    top_logprobs_NK: torch.Tensor
+
+
 class FusedOps(Protocol):
     """Small operations that a backend offers to the base model. A row's bits depend on the row alone.
 
@@ -152,6 +182,14 @@ class FusedOps(Protocol):
 
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias in one order of accumulation, whatever M is."""
+
+    def score_rows(
+        self, hidden_NH: torch.Tensor, head: HeadWeights, targets_N: torch.Tensor, row_slot_N: torch.Tensor, top_k: int
+    ) -> RowScores | None:
+        """Scores rows without writing their logits, or None for what it cannot do. All tensors on the device.
+
+        targets_N: int64, negative where there is none. row_slot_N: int32.
+        """
 
 
 class Backend(ABC):

@@ -5,13 +5,13 @@ Letters: N rows to score, H hidden, V vocabulary, C rows of one chunk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from moelora.backends.base import Backend
+from moelora.backends.base import Backend, DenseSlots, HeadWeights, RowScores
 from moelora.batching.sequences import NO_TARGET
 from moelora.models.base_model import BaseModel
 from moelora.models.context import ForwardContext, forward_context
@@ -20,21 +20,9 @@ from moelora.types import BASE_SLOT
 _CPU_CHUNK_BYTES = 64 << 20
 _CUDA_CHUNK_BYTES = 1 << 30
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
-    """Scores of N rows on the host, in fp32.
-
-    target_logprob_N: log p(target), NaN where there was no target. is_greedy_N: the target's logit is the largest of
-    its row. best_id_N, best_logprob_N: the arg-max. top_ids_NK, top_logprobs_NK: the K best, best first; K may be 0.
-    """
-
-    target_logprob_N: torch.Tensor
-    is_greedy_N: torch.Tensor
-    best_id_N: torch.Tensor
-    best_logprob_N: torch.Tensor
-    top_ids_NK: torch.Tensor
-    top_logprobs_NK: torch.Tensor
+# From here on the fused head wins: measured on an H200 at a vocabulary of 151,936, where 64 rows are a draw and 1,024
+# rows take 1.06 ms against 2.33. Below it reads the whole head as slowly as the library and reduces no faster.
+_FUSED_ROWS = 256
 
 
 class _BodyStub(torch.nn.Module):
@@ -50,11 +38,24 @@ class ScoringHead:
     """lm_head and log-softmax over chosen rows, never over a whole batch.
 
     The model's own forward runs with its body replaced by a stub, so that whatever it does to its logits (scaling,
-    capping) is done here too, for every architecture.
+    capping) is done here too, for every architecture. Where that proves to be one product, the backend's fused head
+    takes its place for many rows, and for all rows if the run is batch-invariant.
     """
 
-    def __init__(self, base: BaseModel, backend: Backend, *, chunk_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        backend: Backend,
+        *,
+        chunk_rows: int | None = None,
+        slots: DenseSlots | None = None,
+        replaced: bool = False,
+    ) -> None:
+        """slots: the bank of lm_head. replaced: some adapter replaces lm_head as a whole, which no fused head knows."""
         self._base = base
+        self._slots = slots
+        self._fused_head: HeadWeights | None = None
+        self._may_fuse = backend.fused_ops is not None and not replaced
         self._backend = backend
         self._vocab = base.text_config.vocab_size
         self._chunk_rows = chunk_rows
@@ -74,12 +75,55 @@ class ScoringHead:
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, *, top_k: int
     ) -> RowScores:
         """Scores N rows. hidden_NH on the device; targets_N int64 (NO_TARGET: none) and slots_N int32 on the host."""
+        if self._fused_head is not None and (hidden_NH.shape[0] >= _FUSED_ROWS or self._backend.batch_invariant):
+            fused = self._score_fused(hidden_NH, targets_N, slots_N, top_k, self._fused_head)
+            if fused is not None:
+                return fused
         rows = self.chunk_rows()
         parts = [
             self._score_chunk(hidden_NH[i : i + rows], targets_N[i : i + rows], slots_N[i : i + rows], top_k)
             for i in range(0, hidden_NH.shape[0], rows)
         ]
         return _join(parts)
+
+    def recognise(self, hidden_CH: torch.Tensor) -> None:
+        """Finds out whether this model's head is one product, by comparing its logits on a few real hidden rows."""
+        if not self._may_fuse:
+            return
+        head = self._base.causal_lm.get_output_embeddings()
+        base_slots = torch.full((hidden_CH.shape[0],), BASE_SLOT, dtype=torch.int32)
+        own_CV = self.logits(hidden_CH, base_slots).float()
+        plain_CV = torch.nn.functional.linear(hidden_CH, head.weight, getattr(head, "bias", None)).float()
+        for scale, softcap in _scalings(self._base.text_config):
+            logits_CV = plain_CV * scale
+            if softcap is not None:
+                logits_CV = softcap * torch.tanh(logits_CV / softcap)
+            # Both products may be rounded otherwise: the spacing of the dtype at the largest logit.
+            room = 4 * torch.finfo(self._base.dtype).eps * float(own_CV.abs().max())
+            if float((own_CV - logits_CV).abs().max()) <= room:
+                self._fused_head = HeadWeights(
+                    weight_VH=head.weight,
+                    bias_V=getattr(head, "bias", None),
+                    slots=self._slots,
+                    scale=scale,
+                    softcap=softcap,
+                )
+                return
+
+    def _score_fused(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, top_k: int, head: HeadWeights
+    ) -> RowScores | None:
+        ops, device = self._backend.fused_ops, hidden_NH.device
+        assert ops is not None
+        scores = ops.score_rows(hidden_NH, head, targets_N.to(device), slots_N.to(device), top_k)
+        if scores is None:
+            return None
+        return RowScores(**{f.name: getattr(scores, f.name).cpu() for f in fields(RowScores)})
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused head serves this model."""
+        return self._fused_head is not None
 
     def logits(self, hidden_CH: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
         """The model's logits `[C, V]` for hidden rows, LoRA of each row's slot included. slots_C int32 on the host."""
@@ -111,6 +155,19 @@ class ScoringHead:
         logprob_C = (wanted_C - norm_C).masked_fill(no_target, float("nan"))
         greedy_C = (wanted_C == best_C) & ~no_target
         return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_CK, top_CK - norm_C.unsqueeze(1)
+
+
+def _scalings(config: Any) -> list[tuple[float, float | None]]:
+    """What architectures do to their logits, by their config's names: (scale, soft cap) to try."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    found: list[tuple[float, float | None]] = [(1.0, None)]
+    if softcap:
+        found.append((1.0, float(softcap)))
+    if getattr(config, "logits_scaling", None):
+        found.append((1.0 / float(config.logits_scaling), None))
+    if getattr(config, "logit_scale", None):
+        found.append((float(config.logit_scale), None))
+    return found
 
 
 def _join(parts: list[tuple[torch.Tensor, ...]]) -> RowScores:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from moelora.backends.base import RowScores
 from moelora.batching.sequences import NO_TARGET, PROMPT, Sequence, expand
-from moelora.scoring.head import RowScores
 from moelora.types import ChoiceScore, Request, Result, RunMode, TokenScore
 
 
