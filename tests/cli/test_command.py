@@ -37,6 +37,7 @@ OPTIONS = {
         "--batch-invariant",
         "--lora-b-layout",
         "--seed",
+        "--shard",
         "--overwrite",
         "--report",
         "--metrics-file",
@@ -45,6 +46,7 @@ OPTIONS = {
         "--debug",
     },
     "inspect": {"path", "--model", "--lora-b-layout", "--json", "--debug"},
+    "merge": {"folder", "--output", "--overwrite", "--debug"},
     "env": {"--json", "--debug"},
 }
 """The public options of each command. A change here is a decision that users will notice."""

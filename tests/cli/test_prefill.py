@@ -210,7 +210,9 @@ REFUSED = [
     (["--device", "tpu"], "valid: auto, cpu, cuda, cuda:N"),
     (["--logprobs", "all"], "'sum', 'tokens'"),
     (["--graph", "on"], "'auto', 'full', 'breakable', 'off'"),
-    (["--shard", "0/2"], "No such option"),
+    (["--shard", "2/2"], "is not I/N with 0 ≤ I < N"),
+    (["--shard", "0/2", "--output", "-"], "a folder as --output"),
+    (["--shard", "auto"], "neither RANK and WORLD_SIZE"),
     (["--report", "-"], "standard output is for results"),
     (["--report", "in.jsonl"], "--input and --report are the same file"),
     (["--metrics-file", "out.jsonl"], "--output and --metrics-file are the same file"),
@@ -354,3 +356,62 @@ def test_another_locale_changes_nothing(command: Command):
     assert done.returncode == 3
     assert json.loads(done.stdout.splitlines()[0])["id"] == "ü"
     assert "not UTF-8" in json.loads(done.stdout.splitlines()[1])["error"]
+
+
+# In parts.
+
+
+def merge(command: Command, *arguments: Any) -> Outcome:
+    command._capfd.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, ["merge", *arguments])])
+    return Outcome(int(caught.value.code or 0), *command._capfd.readouterr())
+
+
+def many_rows(command: Command, count: int) -> None:
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{20 + i % 900}, 21, 22]}}\n' for i in range(count)))
+
+
+def test_a_killed_run_goes_on_to_the_same_file(command: Command):
+    many_rows(command, 20_000)
+    whole = command.folder / "whole.jsonl"
+    assert command("--quiet", output=whole).code == 0
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output, "--quiet"]
+    parts = command.folder / "out.jsonl.parts"
+    for wanted in (1, 3):
+        with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+            deadline = time.monotonic() + 60
+            while len(list(parts.glob("part-*.jsonl"))) < wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+        assert not command.output.exists()
+    done = command("--quiet")
+    assert done.code == 0
+    assert "going on with" in done.stderr
+    assert command.output.read_bytes() == whole.read_bytes()
+    assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
+
+
+def test_parts_of_another_run_are_refused_by_what_changed(command: Command):
+    many_rows(command, 5_000)
+    command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [15]}\n')  # the engine dies of 15
+    assert command("--quiet").code == 1
+    assert command.files() == {"in.jsonl", "out.jsonl.parts"}
+    refused = command("--quiet", "--top-k", 1)
+    assert refused.code == 2
+    assert "option top_k (0 before, 1 now)" in refused.stderr
+    many_rows(command, 5_000)
+    assert "changed since: input" in command("--quiet").stderr
+    assert command("--quiet", "--overwrite").code == 0
+    assert len(command.rows) == 5_000
+
+
+def test_shards_merge_to_the_single_run(command: Command):
+    many_rows(command, 10_000)
+    assert command("--quiet").code == 0
+    for shard in range(3):
+        assert merge(command, "shards", "--output", "merged.jsonl").code == 2
+        assert command("--quiet", "--shard", f"{shard}/3", output="shards").code == 0
+    assert merge(command, "shards", "--output", "merged.jsonl").code == 0
+    assert (command.folder / "merged.jsonl").read_bytes() == command.output.read_bytes()
+    assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr

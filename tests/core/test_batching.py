@@ -18,10 +18,10 @@ LIMITS = BatchLimits(max_tokens=40, max_sequences=5, max_adapters=2)
 adapters = st.sampled_from([BASE_ADAPTER, "a", "b", "c", "d"])
 
 
-@given(st.lists(st.tuples(adapters, st.integers(1, 50)), max_size=40), st.lists(adapters, max_size=2))
-def test_plan_runs_everything_once_within_limits(given_rows, resident):
+@given(st.lists(st.tuples(adapters, st.integers(1, 50)), max_size=40))
+def test_plan_runs_everything_once_within_limits(given_rows):
     sequences = [sequence(i, adapter, length) for i, (adapter, length) in enumerate(given_rows)]
-    batches = list(plan(sequences, LIMITS, resident))
+    batches = list(plan(sequences, LIMITS))
     assert sorted(s.request for b in batches for s in b.sequences) == list(range(len(sequences)))
     for batch in (b.sequences for b in batches):
         assert len(batch) <= LIMITS.max_sequences
@@ -34,19 +34,13 @@ def test_no_adapter_is_loaded_twice(given_rows):
     sequences = [sequence(i, adapter, length) for i, (adapter, length) in enumerate(given_rows)]
     residents: list[str | None] = [None, None]
     loads = []
-    for batch in plan(sequences, LIMITS, residents):
+    for batch in plan(sequences, LIMITS):
         needed = {s.adapter for s in batch.sequences}
         for name, slot in assign_slots(batch.adapters, residents).items():
             if name in needed and residents[slot] != name:
                 residents[slot] = name
                 loads.append(name)
     assert len(loads) == len(set(loads))
-
-
-def test_resident_adapters_come_first():
-    sequences = [sequence(i, name, 3) for i, name in enumerate("abcd")]
-    first = next(plan(sequences, LIMITS, ["d", "c"]))
-    assert {s.adapter for s in first.sequences} == {"c", "d"}
 
 
 def test_assign_slots_keeps_residents_and_prefers_empty_slots():

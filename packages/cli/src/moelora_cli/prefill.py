@@ -15,6 +15,7 @@ import click
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
+from moelora_cli.parts import RefusedOutputError, score_in_parts
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -88,7 +89,12 @@ class BucketsType(click.ParamType):
     help="Column order of B in adapters of fused experts that do not state it.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy.")
-@click.option("--overwrite", is_flag=True, help="Replace an output file that exists.")
+@click.option(
+    "--shard",
+    metavar="I/N|auto",
+    help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists, and the parts of another run.")
 @click.option("--report", metavar="FILE", help="Write the report of the run as JSON.")
 @click.option("--metrics-file", metavar="FILE", help="Write counters in Prometheus text format.")
 @click.option("--dry-run", is_flag=True, help="Print the token ids that would be scored; load no weights.")
@@ -106,8 +112,10 @@ def prefill(**options: Any) -> int:
 def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
+    from moelora.jobs.parts import parse_shard
     from moelora.jobs.reader import LineReader
 
+    options["shard"] = parse_shard(options["shard"])
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = _job_options(options, list(adapters))
@@ -141,8 +149,12 @@ def _score(
     loaded = time.monotonic()
     progress.begin()
     try:
-        with open_output(options["output"], stdout) as sink:
-            stats = job.run(parse_rows(lines), sink)
+        if _in_parts(options):
+            score_in_parts(options, adapters, job, engine, parse_rows(lines), progress)
+        else:
+            with open_output(options["output"], stdout) as sink:
+                job.run(parse_rows(lines), sink)
+        stats = job.stats
         report = build_report(
             stats,
             seconds=time.monotonic() - loaded,
@@ -151,7 +163,7 @@ def _score(
             run=_asked_for(options, adapters),
         )
         _write_reports(options, report)
-    except BrokenPipeError:
+    except (BrokenPipeError, RefusedOutputError):
         raise
     except Exception as error:
         raise JobFailedError from error
@@ -201,8 +213,10 @@ def _dry_run(
 
 def _check_files(options: dict[str, Any]) -> None:
     """Refuses outputs that cannot be written and files given twice."""
-    from moelora.jobs.writer import check_output
+    from moelora.jobs.writer import check_folder, check_output
 
+    if options["shard"] is not None and (options["output"] in (None, "-") or options["input_"] == "-"):
+        raise ConfigError("--shard needs a file as --input and a folder as --output")
     if options["output"] is None and not options["dry_run"]:
         raise ConfigError("--output is missing; give a file, or - for standard output")
     files: dict[str, str] = {}
@@ -219,8 +233,18 @@ def _check_files(options: dict[str, Any]) -> None:
             raise ConfigError(f"{files[real]} and {name} are the same file, {path}")
         files[real] = name
         if option != "input_" and not options["dry_run"]:
+            if option == "output" and options["shard"] is not None:
+                check_folder(path)
+                continue
             # Reports are made anew by each run; only results are kept from being replaced by accident.
             check_output(path, overwrite=options["overwrite"] or option != "output", what=name)
+
+
+def _in_parts(options: dict[str, Any]) -> bool:
+    """Whether the run can be resumed: its input can be read again, and its output is a file or a folder."""
+    if options["input_"] == "-" or options["output"] == "-":
+        return False
+    return options["shard"] is not None or not os.path.exists(options["output"]) or os.path.isfile(options["output"])
 
 
 def _job_options(options: dict[str, Any], names: list[str]) -> JobOptions:

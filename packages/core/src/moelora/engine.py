@@ -34,7 +34,7 @@ from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result, RunMode
 
 # Requests that are planned together: enough to group adapters, few enough to keep memory flat.
-_WINDOW_REQUESTS = 4096
+_WINDOW_REQUESTS = 65_536
 
 _DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
 _MAX_DEFAULT_SLOTS = 8
@@ -149,6 +149,11 @@ class PrefillEngine:
         return list(self._adapters)
 
     @property
+    def slots(self) -> int:
+        """Adapters that lie on the device at once."""
+        return self._bank.num_slots
+
+    @property
     def catalogue(self) -> Catalogue:
         """The targets of the base."""
         return self._catalogue
@@ -205,7 +210,7 @@ class PrefillEngine:
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
-            for batch in plan(sequences, self._limits(), self._bank.residents):
+            for batch in plan(sequences, self._limits()):
                 yield from self._score_batch(batch, builders)
 
     def report(self) -> dict[str, Any]:

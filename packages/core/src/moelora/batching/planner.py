@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -27,13 +27,13 @@ class PlannedBatch:
     adapters: tuple[str, ...]
 
 
-def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> Iterator[PlannedBatch]:
+def plan(sequences: Seq[Sequence], limits: BatchLimits) -> Iterator[PlannedBatch]:
     """Orders `sequences` into batches so that no adapter is needed in two rounds.
 
-    Rounds begin with the adapters that are `resident`, then follow first appearance; the base joins the first round. A
-    sequence longer than the token budget forms a batch of its own.
+    A pure function of its arguments, whatever lies on the device: resumed runs and shards run the same batches. Rounds
+    follow first appearance; the base joins the first. A sequence longer than the token budget forms a batch of its own.
     """
-    for round_adapters in _rounds(sequences, limits, resident):
+    for round_adapters in _rounds(sequences, limits):
         named = tuple(name for name in round_adapters if name != BASE_ADAPTER)
         batch: list[Sequence] = []
         tokens = 0
@@ -50,10 +50,9 @@ def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str |
             yield PlannedBatch(sequences=tuple(batch), adapters=named)
 
 
-def _rounds(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> list[dict[str, None]]:
+def _rounds(sequences: Seq[Sequence], limits: BatchLimits) -> list[dict[str, None]]:
     wanted = dict.fromkeys(s.adapter for s in sequences)
-    here = [name for name in resident if name in wanted]
-    named = [name for name in dict.fromkeys([*here, *wanted]) if name != BASE_ADAPTER]
+    named = [name for name in wanted if name != BASE_ADAPTER]
     size = max(limits.max_adapters, 1)
     rounds = [dict.fromkeys(named[i : i + size]) for i in range(0, len(named), size)] or [{}]
     if BASE_ADAPTER in wanted:

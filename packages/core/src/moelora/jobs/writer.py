@@ -103,6 +103,16 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> 
         raise ConfigError(f"{what} {path}: the folder {folder} is not writable")
 
 
+def check_folder(path: str | Path) -> None:
+    """Raises `ConfigError` if no folder can be made or written at `path`."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"output {path} is a file; the shards of a run need a folder")
+    folder = target if target.exists() else next(parent for parent in target.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output {path}: the folder {folder} is not writable")
+
+
 def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
     """The sink for `path`: `stdout` for "-", a stream for a pipe or device, else an atomic file."""
     if str(path) == "-":
