@@ -237,7 +237,7 @@ def test_bad_inputs_are_refused(command: Command):
         ("none.jsonl", "does not exist"),
         (".", "is a directory"),
         ("empty.jsonl", "is empty"),
-        ("x.parquet", "Parquet; accepted is JSON Lines"),
+        ("x.parquet", "is no readable Parquet file"),
     ]:
         done = command(input_=path)
         assert done.code == 2

@@ -12,7 +12,7 @@ from moelora_cli.command import EXIT_DONE, MoeloraCommand
 
 @click.command(cls=MoeloraCommand, short_help="Put the shards of a run together.")
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--output", required=True, metavar="FILE|-", help="Scores as JSON Lines; - is standard output.")
+@click.option("--output", required=True, metavar="FILE|-", help="JSON Lines or Parquet; - is standard output.")
 @click.option("--overwrite", is_flag=True, help="Replace an output file that exists.")
 def merge(folder: Path, output: str, overwrite: bool) -> int:
     """Writes the lines of all shards in FOLDER, the --output of `moelora prefill --shard`, as one run writes them.

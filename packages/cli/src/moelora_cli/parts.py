@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ def score_in_parts(
     """
     from moelora.jobs.parts import PartStore
     from moelora.jobs.windows import run_into_parts, window_rows
-    from moelora.jobs.writer import AtomicFile
+    from moelora.jobs.writer import open_output
 
     output = Path(options["output"])
     shard, shards = options["shard"] or (0, 1)
@@ -62,7 +63,7 @@ def score_in_parts(
                 progress.say(f"{store.finished():,} parts are safe in {folder}; the same command goes on from there")
             raise
         if options["shard"] is None:
-            with AtomicFile(output) as file:
+            with open_output(output, sys.stdout.buffer) as file:
                 for window in range(count):
                     for line in store.lines(window):
                         file.write(line)

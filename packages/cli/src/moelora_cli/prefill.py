@@ -63,8 +63,14 @@ class BucketsType(click.ParamType):
     metavar="NAME=PATH|FOLDER|FILE.jsonl",
     help="An adapter, a folder of adapters, or a list with name and path; repeatable.",
 )
-@click.option("--input", "input_", required=True, metavar="FILE|-", help="Rows as JSON Lines; - is standard input.")
-@click.option("--output", metavar="FILE|-", help="Scores as JSON Lines; - is standard output.")
+@click.option(
+    "--input",
+    "input_",
+    required=True,
+    metavar="FILE|-",
+    help="Rows: JSON Lines or Parquet; - is standard input.",
+)
+@click.option("--output", metavar="FILE|-", help="Scores: JSON Lines or Parquet; - is standard output.")
 @click.option("--default-adapter", metavar="NAME", help="For rows that name none: a name, * or __base__.")
 @click.option("--with-base", is_flag=True, help="Let * include the base model.")
 @click.option("--logprobs", type=click.Choice(["sum", "tokens"]), default="sum", show_default=True)
@@ -113,13 +119,13 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.parts import parse_shard
-    from moelora.jobs.reader import LineReader
+    from moelora.jobs.reader import open_rows
 
     options["shard"] = parse_shard(options["shard"])
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = _job_options(options, list(adapters))
-    with LineReader(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
         _quiet_libraries()
         from moelora.jobs.text import load_encoder
 
