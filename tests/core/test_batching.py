@@ -1,5 +1,9 @@
 """From requests to batches: expansion, rounds, budgets, and what the model sees."""
 
+import itertools
+import random
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +45,26 @@ def test_no_adapter_is_loaded_twice(given_rows):
                 residents[slot] = name
                 loads.append(name)
     assert len(loads) == len(set(loads))
+
+
+@pytest.mark.parametrize(("budget", "longest"), [(8192, 768), (2048, 768), (16384, 4096)])
+def test_batches_are_full(budget, longest):
+    """No batch but the last of a round is under 90 % full on a mix of lengths."""
+    rng = random.Random(budget)
+    sequences = [sequence(i, rng.choice(["a", "b", BASE_ADAPTER]), rng.randint(16, longest)) for i in range(2000)]
+    batches = list(plan(sequences, BatchLimits(max_tokens=budget, max_sequences=budget, max_adapters=2)))
+    filled = [sum(s.num_tokens for s in b.sequences) / budget for b in batches]
+    assert min(filled[:-1]) >= 0.9
+    assert max(filled) <= 1.0
+
+
+def test_a_plan_is_a_pure_function_and_keeps_adapters_together():
+    sequences = [sequence(i, "abcd"[i % 4], 1 + i % 7) for i in range(100)]
+    one, two = (list(plan(sequences, LIMITS)) for _ in range(2))
+    assert one == two
+    for batch in one:
+        order = [s.adapter for s in batch.sequences]
+        assert len([k for k, _ in itertools.groupby(order)]) == len(set(order))
 
 
 def test_assign_slots_keeps_residents_and_prefers_empty_slots():
