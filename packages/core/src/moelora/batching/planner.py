@@ -52,7 +52,8 @@ def _fill(pending: Seq[Sequence], limits: BatchLimits) -> tuple[list[Sequence], 
 
     Looks at most `_LOOKAHEAD` sequences past the first that did not fit, so that nothing waits long for its turn.
     """
-    batch, left, tokens = [pending[0]], [], pending[0].num_tokens
+    batch, tokens = [pending[0]], pending[0].num_tokens
+    left: list[Sequence] = []
     for i in range(1, len(pending)):
         if len(left) > _LOOKAHEAD or tokens >= limits.max_tokens or len(batch) >= limits.max_sequences:
             return batch, [*left, *pending[i:]]
