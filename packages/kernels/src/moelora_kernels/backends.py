@@ -266,15 +266,16 @@ class _TiledBackend(Backend):
         softcap: float | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from moelora_kernels.ops.attention import attention_tiles, pick_attention_config, varlen_attention
+        from moelora_kernels.ops.attention import MAX_WIDTH, attention_tiles, pick_attention_config, varlen_attention
 
-        if mask is not None or (interpreted() and segments.lengths is not None):
-            # Masks that hold more than causality, and the CPU, take the exact and slow way.
+        wide = max(q_THD.shape[2], v_THD.shape[2]) > MAX_WIDTH
+        if mask is not None or wide or (interpreted() and segments.lengths is not None):
+            # Masks that hold more than causality, very wide heads, and the CPU take the exact and slow way.
             return super().attention(
                 q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
             )
-        # One kernel in every mode, so that a row has the same bits eager, replayed and padded. Its grid follows tokens,
-        # where torch's is request slots × the longest sequence, and it was the faster of the two at every shape measured.
+        # One kernel in every mode, so that a row has the same bits eager, replayed and padded. Its grid follows
+        # tokens where torch's is request slots × the longest sequence; it was the faster at every shape measured.
         config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2])
         if config not in segments.cache:
             segments.cache[config] = attention_tiles(segments.cu_seqlens_S1, q_THD.shape[0], config)
