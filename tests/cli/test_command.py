@@ -37,6 +37,8 @@ OPTIONS = {
         "--batch-invariant",
         "--lora-b-layout",
         "--seed",
+        "--devices",
+        "--worker",
         "--shard",
         "--overwrite",
         "--report",

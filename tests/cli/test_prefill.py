@@ -213,6 +213,9 @@ REFUSED = [
     (["--shard", "2/2"], "is not I/N with 0 ≤ I < N"),
     (["--shard", "0/2", "--output", "-"], "a folder as --output"),
     (["--shard", "auto"], "neither RANK and WORLD_SIZE"),
+    (["--devices", "gpu"], "valid are all, GPU numbers like 0,1, or cpu:N"),
+    (["--devices", "cpu:2", "--shard", "0/2", "--output", "d"], "cannot be combined"),
+    (["--devices", "0,99"], "CUDA devices"),
     (["--report", "-"], "standard output is for results"),
     (["--report", "in.jsonl"], "--input and --report are the same file"),
     (["--metrics-file", "out.jsonl"], "--output and --metrics-file are the same file"),
@@ -415,3 +418,53 @@ def test_shards_merge_to_the_single_run(command: Command):
     assert merge(command, "shards", "--output", "merged.jsonl").code == 0
     assert (command.folder / "merged.jsonl").read_bytes() == command.output.read_bytes()
     assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr
+
+
+# With workers.
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_two_workers_write_what_one_writes(command: Command):
+    many_rows(command, 20_000)
+    command.input.write_text(command.input.read_text() + "no json\n")
+    assert command("--quiet").code == 3
+    report = command.folder / "report.json"
+    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
+               "--report", report, cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
+    assert command.files() == {"in.jsonl", "out.jsonl", "report.json", "two.jsonl"}
+    told = json.loads(report.read_text())
+    assert told["rows"] == 20_001
+    assert len(told["engine"]["workers"]) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds worker processes through /proc")
+def test_a_killed_worker_loses_nothing(command: Command):
+    many_rows(command, 40_000)
+    assert command("--quiet").code == 0
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2"]
+    with subprocess.Popen(
+        [*SCRIPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=command.folder, env=ENVIRONMENT
+    ) as process:
+        deadline = time.monotonic() + 60
+        parts = command.folder / "two.jsonl.parts"
+        while not list(parts.glob("part-*.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(workers_of(process)[0], signal.SIGKILL)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert "worker 0 on cpu died (exit -9); 1 others go on" in said
+    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
+
+
+def test_workers_that_are_refused_say_why(command: Command):
+    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
+               "--adapters", "A=/broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: adapter 'A' in /broken is broken"
+    assert command.files() == {"in.jsonl"}

@@ -51,7 +51,7 @@ def lines():
 def run(folder: Path, engine: FakeEngine, **shard: int) -> int:
     job = PrefillJob(engine, TextEncoder(None), JobOptions(with_base=True))
     with PartStore(folder, PRINT, **shard) as store:
-        count = run_into_parts(job, parse_rows(lines()), SIZE, store)
+        count = run_into_parts(job, lambda: parse_rows(lines()), SIZE, store)
     run.stats = job.stats
     return count
 

@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,8 +19,10 @@ from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
 from moelora_cli.parts import RefusedOutputError, score_in_parts
 from moelora_cli.progress import Progress
+from moelora_cli.workers import check_devices, score_with_workers
 
 if TYPE_CHECKING:
+    from moelora.jobs.rows import Row
     from moelora.jobs.run import JobOptions, JobStats
     from moelora.jobs.text import TextEncoder
 
@@ -96,6 +100,12 @@ class BucketsType(click.ParamType):
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy.")
 @click.option(
+    "--devices",
+    metavar="all|0,1|cpu:N",
+    help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
+)
+@click.option("--worker", is_flag=True, hidden=True)
+@click.option(
     "--shard",
     metavar="I/N|auto",
     help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
@@ -122,6 +132,7 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
     from moelora.jobs.reader import open_rows
 
     options["shard"] = parse_shard(options["shard"])
+    check_devices(options)
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = _job_options(options, list(adapters))
@@ -130,6 +141,8 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
         from moelora.jobs.text import load_encoder
 
         encoder = load_encoder(options["model"])
+        if options["devices"] is not None and not options["dry_run"]:
+            return score_with_workers(options, adapters, progress)
         if options["dry_run"]:
             return _dry_run(options, job_options, encoder, list(adapters), lines, stdout)
         return _score(options, job_options, encoder, adapters, lines, progress, stdout)
@@ -156,7 +169,7 @@ def _score(
     progress.begin()
     try:
         if _in_parts(options):
-            score_in_parts(options, adapters, job, engine, parse_rows(lines), progress)
+            score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
         else:
             with open_output(options["output"], stdout) as sink:
                 job.run(parse_rows(lines), sink)
@@ -168,13 +181,22 @@ def _score(
             engine=engine.report(),
             run=_asked_for(options, adapters),
         )
-        _write_reports(options, report)
+        write_reports(options, report)
     except (BrokenPipeError, RefusedOutputError):
         raise
     except Exception as error:
         raise JobFailedError from error
-    _tell(stats, report, progress, quiet=options["quiet"])
+    tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _read_rows(source: str) -> Iterator[Row]:
+    """The rows of a file, from the first on."""
+    from moelora.jobs.reader import open_rows
+    from moelora.jobs.rows import parse_rows
+
+    with open_rows(source) as lines:
+        yield from parse_rows(lines)
 
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
@@ -274,7 +296,7 @@ def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, 
     return {**asked, "adapters": {name: str(path) for name, path in adapters.items()}}
 
 
-def _write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
+def write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
     from moelora.jobs.metrics import encode_metrics
     from moelora.jobs.report import encode_report
     from moelora.jobs.writer import write_whole
@@ -285,7 +307,7 @@ def _write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
         write_whole(options["metrics_file"], encode_metrics(report))
 
 
-def _tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: bool) -> None:
+def tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: bool) -> None:
     """The summary, the first errors and the warnings; warnings are said even under --quiet."""
     from moelora.jobs.report import summary
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -19,6 +20,9 @@ from typing import Any, BinaryIO
 from moelora.errors import ConfigError
 from moelora.jobs.fingerprint import changed
 from moelora.jobs.writer import AtomicFile
+
+RUN_LOCK = "lock-run"
+"""Held by whoever runs the whole of an output, alone or with workers; shards hold one lock each."""
 
 _MANIFEST = "manifest.json"
 _PART = re.compile(r"part-(\d{8})\.jsonl")
@@ -28,33 +32,38 @@ _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
 class PartStore:
     """The parts of one run in `folder`, held by one process per shard at a time.
 
+    `worker`: one of several processes of one run, which share the folder and claim window by window.
+
     Raises `ConfigError` if another process holds this shard, or if the folder belongs to a run with another
     fingerprint and `overwrite` is not set; the message names what changed.
     """
 
     def __init__(
-        self, folder: Path, fingerprint: Mapping[str, str], *, shard: int = 0, shards: int = 1, overwrite: bool = False
+        self,
+        folder: Path,
+        fingerprint: Mapping[str, str],
+        *,
+        shard: int = 0,
+        shards: int = 1,
+        overwrite: bool = False,
+        worker: bool = False,
     ) -> None:
         self.folder = folder
         self._shard = shard
         self._shards = shards
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._take_lock()
+        self._worker = worker
+        self._locks: list[BinaryIO] = []
         try:
+            if shards == 1 and not worker:
+                self._locks.append(hold_folder(folder, RUN_LOCK))
+            self._locks.append(hold_folder(folder, f"lock-{shard}-of-{shards}", wait=worker))
             self._check_manifest(dict(fingerprint), overwrite)
         except BaseException:
             self.close()
             raise
-
-    def _take_lock(self) -> BinaryIO:
-        path = self.folder / f"lock-{self._shard}-of-{self._shards}"
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise ConfigError(f"{self.folder} is in use by another run of the same output ({path.name})") from None
-        return file
+        if worker:  # held only while the first of them writes the manifest
+            self.close()
 
     def _check_manifest(self, fingerprint: dict[str, str], overwrite: bool) -> None:
         path = self.folder / _MANIFEST
@@ -71,13 +80,27 @@ class PartStore:
         if before != known or overwrite:
             # Without a manifest nothing vouches for the parts that lie here.
             for stale in self.folder.iterdir():
-                if not stale.name.startswith("lock-"):
+                if not stale.name.startswith(("lock-", "claim-")):
                     stale.unlink()
             _write_json(path, known)
 
     def mine(self, window: int) -> bool:
         """Whether this shard scores that window."""
         return window % self._shards == self._shard
+
+    @contextmanager
+    def claim(self, window: int) -> Iterator[bool]:
+        """Whether this process may score `window` now. Workers lock a file each, which dies with its process."""
+        if not self._worker:
+            yield True
+            return
+        with (self.folder / f"claim-{window:08}").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+                return
+            yield True
 
     def has(self, window: int) -> bool:
         """Whether the part of a window is finished."""
@@ -91,12 +114,6 @@ class PartStore:
         """What was counted for a finished part."""
         with self._path(window).open("rb") as file:
             return json.loads(file.readline())
-
-    def lines(self, window: int) -> Iterator[bytes]:
-        """The output lines of a finished part."""
-        with self._path(window).open("rb") as file:
-            file.readline()
-            yield from file
 
     def end(self, windows: int) -> None:
         """Notes that the input has `windows` windows and that this shard has finished its own."""
@@ -112,8 +129,9 @@ class PartStore:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets go of the lock."""
-        self._lock.close()
+        """Lets go of the locks."""
+        for lock in self._locks:
+            lock.close()
 
     def __enter__(self) -> PartStore:
         return self
@@ -123,6 +141,28 @@ class PartStore:
 
     def _path(self, window: int) -> Path:
         return self.folder / f"part-{window:08}.jsonl"
+
+
+def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
+    """Locks `folder` under `name` for as long as the returned file stays open or its process lives.
+
+    Raises `ConfigError` if another process holds it, unless `wait`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / name).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        file.close()
+        raise ConfigError(f"{folder} is in use by another run of the same output ({name})") from None
+    return file
+
+
+def part_headers(folder: Path) -> Iterator[dict[str, Any]]:
+    """What was counted for each finished part, in order."""
+    for path in sorted(p for p in folder.iterdir() if _PART.fullmatch(p.name)):
+        with path.open("rb") as file:
+            yield json.loads(file.readline())
 
 
 def merge_lines(folder: Path) -> Iterator[bytes]:

@@ -5,7 +5,8 @@ Windows that are finished already are read over, not scored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -17,6 +18,9 @@ from moelora.jobs.writer import RowSink, encode_row
 _REQUESTS = 4096
 """Requests of one window: some seconds of work on a fast GPU, which is what a crash can cost."""
 _MOST_REQUESTS = 65_536
+
+_PAUSE_SECONDS = 0.2
+"""Between looks at what other workers hold."""
 
 
 def window_rows(adapters: int, slots: int) -> int:
@@ -39,29 +43,48 @@ def windows(rows: Iterable[Row], size: int) -> Iterator[tuple[int, list[Row]]]:
         number += 1
 
 
-def run_into_parts(job: PrefillJob, rows: Iterable[Row], size: int, store: PartStore) -> int:
+def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int, store: PartStore) -> int:
     """Scores every window of this shard that has no part yet. Returns the number of windows of the input.
 
-    The counts of parts that were there already are added to `job.stats`.
+    `read` gives the rows from the first on. The counts of parts that were there already are added to `job.stats`. A
+    worker passes over windows that others have claimed, and comes back for those whose worker died.
     """
-    count = 0
-    for number, window in windows(rows, size):
-        count = number + 1
-        if not store.mine(number):
-            continue
-        if store.has(number):
-            job.stats.add(store.header(number)["counts"])
-            continue
-        lines = _Lines()
-        before = job.stats.counts()
-        job.run(window, lines)
-        after = job.stats.counts()
-        with store.open_part(number) as part:
-            part.write(encode_row({"window": number, "counts": {k: after[k] - before[k] for k in after}}))
-            for line in lines.held:
-                part.write(line)
-    store.end(count)
-    return count
+    seen: set[int] = set()
+    while True:
+        count, claimed = 0, 0
+        for number, window in windows(read(), size):
+            count = number + 1
+            if not store.mine(number) or number in seen:
+                continue
+            with store.claim(number) as may_score:
+                if store.has(number):
+                    job.stats.add(store.header(number)["counts"])
+                elif may_score:
+                    _score_window(job, number, window, store)
+                else:
+                    claimed += 1
+                    continue
+            seen.add(number)
+        if not claimed:
+            store.end(count)
+            return count
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _score_window(job: PrefillJob, number: int, window: list[Row], store: PartStore) -> None:
+    lines = _Lines()
+    before, known = job.stats.counts(), len(job.stats.first_errors)
+    job.run(window, lines)
+    after = job.stats.counts()
+    header = {
+        "window": number,
+        "counts": {name: after[name] - before[name] for name in after},
+        "first_errors": job.stats.first_errors[known:],
+    }
+    with store.open_part(number) as part:
+        part.write(encode_row(header))
+        for line in lines.held:
+            part.write(line)
 
 
 class _Lines(RowSink):
