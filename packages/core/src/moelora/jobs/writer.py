@@ -6,7 +6,7 @@ import json
 import math
 import os
 import secrets
-import sys
+from io import BytesIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
@@ -114,7 +114,7 @@ def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
 
 def write_whole(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path` in one step."""
-    with open_output(path, sys.stdout.buffer) as sink:
+    with open_output(path, BytesIO()) as sink:
         sink.write(data)
 
 
