@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -125,7 +126,7 @@ def prefill(**options: Any) -> int:
         return _prefill(options, stdout)
 
 
-def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
+def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.parts import parse_shard
@@ -133,6 +134,10 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
+    if stdout is None:  # closed by whoever started us
+        if options["output"] == "-" or options["dry_run"]:
+            raise ConfigError("standard output is closed; give --output FILE")
+        stdout = BytesIO()
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = _job_options(options, list(adapters))
@@ -325,7 +330,7 @@ def tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: 
 @contextlib.contextmanager
 def _stdout_for_results() -> Any:
     """Keeps standard output for results: what libraries print goes to stderr meanwhile."""
-    stdout = sys.stdout.buffer
+    stdout = None if sys.stdout is None else sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import index as as_integer
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,10 +20,11 @@ from moelora.backends import backend_names, get_backend
 from moelora.backends.base import Backend, DenseSlots, RowScores
 from moelora.batching.packing import pack
 from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
+from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.capacity import EagerReason, PrefillCapacity, default_buckets
 from moelora.environment import resolve_device, versions
-from moelora.errors import AdapterError, ConfigError, RequestError, choose_from
+from moelora.errors import AdapterError, CheckpointError, ConfigError, RequestError, choose_from
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, select_runner
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
@@ -80,7 +83,8 @@ class PrefillEngine:
     >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
     >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
 
-    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work.
+    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work. Threads may share an
+    engine: their batches take turns.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class PrefillEngine:
         say = self._say = on_event or (lambda text: None)
         self.options = options
         self._device = resolve_device(options.device)
+        self._lock = RLock()
         torch.manual_seed(options.seed)
         self._backend = _choose_backend(options, self._device)
         source = open_base(model, load_format=options.load_format)
@@ -160,12 +165,15 @@ class PrefillEngine:
         return self._catalogue
 
     def check(self, request: Request) -> str | None:
-        """Why a request cannot be scored, or None if it can."""
+        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised."""
+        problem = _malformed(request)
+        if problem:
+            return problem
         if request.adapter != BASE_ADAPTER and request.adapter not in self._adapters:
             return choose_from("adapter", request.adapter, [*self._adapters, BASE_ADAPTER])
-        if not request.token_ids:
+        if not len(request.token_ids):
             return "the prompt has no tokens"
-        empty = [i for i, choice in enumerate(request.choices) if not choice]
+        empty = [i for i, choice in enumerate(request.choices) if not len(choice)]
         if empty:
             return f"choice {empty[0]} has no tokens"
         vocab_size = self.vocab_size
@@ -183,11 +191,12 @@ class PrefillEngine:
             return f"score_from {request.score_from} is outside [0, {len(request.token_ids)}]"
         return None
 
-    def score(self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
+    def score(self, requests: Iterable[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
         """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
 
         `on_progress(done, total)` is called after every batch.
         """
+        requests = list(requests)
         for i, request in enumerate(requests):
             reason = self.check(request)
             if reason:
@@ -207,7 +216,7 @@ class PrefillEngine:
             for index, request in window:
                 reason = self.check(request)
                 if reason:
-                    yield index, Result(num_tokens=len(request.token_ids), error=reason)
+                    yield index, Result(num_tokens=_count(request), error=reason)
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
@@ -335,10 +344,14 @@ class PrefillEngine:
         """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
         probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), rows=(), top_k=0)
         eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
-        with torch.inference_mode():
-            hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
-            self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
-            self._head.recognise(hidden_TH)
+        try:
+            with torch.inference_mode():
+                hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
+                self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
+                self._head.recognise(hidden_TH)
+        except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
+            model_type = self._base.architecture.model_type
+            raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
         self._installed.check_all_called()
 
     # Scoring.
@@ -376,8 +389,12 @@ class PrefillEngine:
         for half in (sequences[:middle], sequences[middle:]):
             yield from self._score_or_split(replace(planned, sequences=half), builders)
 
-    @torch.inference_mode()
     def _score_batch(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
+        # Slots, static buffers and the model's modules belong to one batch at a time.
+        with self._lock, torch.inference_mode():
+            return self._score_batch_alone(planned, builders)
+
+    def _score_batch_alone(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
         sequences = planned.sequences
         slot_of = self._make_resident(planned)
         batch = pack(sequences, slot_of, self._device)
@@ -390,11 +407,12 @@ class PrefillEngine:
             self._padded_tokens += output.admission.bucket - batch.num_tokens
         scores = self._score_rows(sequences, batch.slots, output.hidden_TH)
         finished = []
-        first = 0
+        first = first_open = 0
         for sequence in sequences:
             builder = builders.get(sequence.request)
-            result = builder.add(sequence, scores, first, output.mode) if builder is not None else None
+            result = builder.add(sequence, scores, first, first_open, output.mode) if builder is not None else None
             first += len(sequence.rows)
+            first_open += sum(row.target == NO_TARGET for row in sequence.rows)
             if result is not None:
                 finished.append((sequence.request, result))
         return finished
@@ -423,6 +441,48 @@ class PrefillEngine:
             torch.tensor(row_slots, dtype=torch.int32),
             top_k=max(s.top_k for s in sequences),
         )
+
+
+def _malformed(request: Request) -> str | None:
+    """What of a request has the wrong type. Arrays of numpy and tensors of torch may stand for sequences."""
+    if not isinstance(request, Request):
+        return f"must be a Request, got {type(request).__name__}"
+    if not isinstance(request.adapter, str):
+        return f"adapter must be a name, got {type(request.adapter).__name__}"
+    for name in ("top_k", "score_from"):
+        if not _is_integer(getattr(request, name)):
+            return f"{name} must be an integer, got {getattr(request, name)!r:.40}"
+    if not _is_sequence(request.choices):
+        return f"choices must be a sequence of sequences of integers, got {type(request.choices).__name__}"
+    named = [("token_ids", request.token_ids), *((f"choices[{i}]", c) for i, c in enumerate(request.choices))]
+    for name, ids in named:
+        if not _is_sequence(ids):
+            return f"{name} must be a sequence of integers, got {type(ids).__name__}"
+        if not set(map(type, ids)) <= {int}:  # the usual case, at the speed of C
+            wrong = [i for i, token in enumerate(ids) if not _is_integer(token)]
+            if wrong:
+                return f"{name}[{wrong[0]}] must be an integer, got {ids[wrong[0]]!r:.40}"
+    return None
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, str | bytes | bytearray):
+        return False
+    return isinstance(value, Sequence) or len(getattr(value, "shape", ())) > 0
+
+
+def _is_integer(value: Any) -> bool:
+    try:
+        as_integer(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, bool)
+
+
+def _count(request: Any) -> int:
+    """Tokens of a request that may be none."""
+    ids = getattr(request, "token_ids", ())
+    return len(ids) if _is_sequence(ids) else 0
 
 
 def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
