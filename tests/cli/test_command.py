@@ -44,6 +44,32 @@ OPTIONS = {
         "--quiet",
         "--debug",
     },
+    "verify": {
+        "model",
+        "--adapters",
+        "--input",
+        "--sample",
+        "--tolerance",
+        "--default-adapter",
+        "--with-base",
+        "--max-length",
+        "--on-long",
+        "--backend",
+        "--graph",
+        "--device",
+        "--dtype",
+        "--max-tokens",
+        "--max-requests",
+        "--slots",
+        "--buckets",
+        "--load-format",
+        "--batch-invariant",
+        "--lora-b-layout",
+        "--seed",
+        "--json",
+        "--quiet",
+        "--debug",
+    },
     "inspect": {"path", "--model", "--lora-b-layout", "--json", "--debug"},
     "env": {"--json", "--debug"},
 }
@@ -63,7 +89,9 @@ def in_a_fresh_process(code: str) -> str:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["prefill", "--help"], ["inspect", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["prefill", "--help"], ["verify", "--help"], ["inspect", "--help"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]):
     code = f"""
 from moelora_cli.main import main

@@ -17,25 +17,25 @@ from moelora.jobs.text import TextEncoder
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.types import Result
-from moelora.verify.compare import Comparison, default_tolerance
+from moelora.verify.compare import Comparison, Tolerance
 from moelora.verify.reference import Choice, Reference, ReferenceKind, choose_reference, require_peft
 from moelora.verify.sample import Sample, take_sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What `verify` found. tolerance in nats. stats: what was read, rows that cannot be scored included."""
+    """What `verify` found. stats: what was read, rows that cannot be scored included."""
 
     comparisons: tuple[Comparison, ...]
-    tolerance: float
+    tolerance: Tolerance
     dtype: str
     device: str
     stats: JobStats
 
     @property
-    def passed(self) -> bool:
-        """Whether no difference exceeds the tolerance."""
-        return all(one.largest <= self.tolerance for one in self.comparisons)
+    def failed(self) -> list[str]:
+        """The adapters whose difference exceeds the tolerance."""
+        return [one.adapter for one in self.comparisons if not self.tolerance.admits(one)]
 
 
 def verify(
@@ -44,8 +44,8 @@ def verify(
     encoder: TextEncoder,
     *,
     adapters: Mapping[str, Path],
-    options: EngineOptions = EngineOptions(),
-    job_options: JobOptions = JobOptions(),
+    options: EngineOptions,
+    job_options: JobOptions,
     sample: int = 8,
     tolerance: float | None = None,
     on_event: Callable[[str], None] = lambda text: None,
@@ -88,7 +88,7 @@ def verify(
         comparisons.append(found)
     return Verdict(
         comparisons=tuple(comparisons),
-        tolerance=default_tolerance(dtype) if tolerance is None else tolerance,
+        tolerance=Tolerance.of(dtype, tolerance),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         stats=stats,

@@ -58,8 +58,11 @@ def take_sample(requests: Iterable[tuple[int, Request]], adapters: Sequence[str]
     """
     everything = Spread(size)
     spreads = {name: Spread(size) for name in (BASE_ADAPTER, *adapters)}
+    last = None
     for line, request in requests:
-        everything.add(line, request)
+        if line != last:  # a row under several adapters is one row
+            everything.add(line, request)
+        last = line
         spreads[request.adapter].add(line, request)
     chosen: list[tuple[int, Request]] = []
     borrowed = []
