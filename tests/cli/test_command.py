@@ -44,6 +44,32 @@ OPTIONS = {
         "--quiet",
         "--debug",
     },
+    "plan": {
+        "model",
+        "--adapters",
+        "--input",
+        "--default-adapter",
+        "--with-base",
+        "--logprobs",
+        "--top-k",
+        "--max-length",
+        "--on-long",
+        "--backend",
+        "--graph",
+        "--device",
+        "--dtype",
+        "--max-tokens",
+        "--max-requests",
+        "--slots",
+        "--buckets",
+        "--load-format",
+        "--batch-invariant",
+        "--lora-b-layout",
+        "--seed",
+        "--json",
+        "--quiet",
+        "--debug",
+    },
     "verify": {
         "model",
         "--adapters",
@@ -90,7 +116,8 @@ def in_a_fresh_process(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["prefill", "--help"], ["verify", "--help"], ["inspect", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["prefill", "--help"], ["plan", "--help"], ["verify", "--help"], ["inspect", "--help"], ["--version"]],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]):
     code = f"""

@@ -65,11 +65,8 @@ class ScoringHead:
         """Rows of one chunk of logits, from what is free: model dtype and an fp32 copy, V wide each."""
         if self._chunk_rows is not None:
             return self._chunk_rows
-        budget = _CPU_CHUNK_BYTES
-        if self._base.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._base.device)
-            budget = min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
-        return max(1, budget // (self._vocab * (self._base.dtype.itemsize + 4)))
+        free = torch.cuda.mem_get_info(self._base.device)[0] if self._base.device.type == "cuda" else None
+        return chunk_rows(self._vocab, self._base.dtype, free)
 
     def score(
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, *, top_k: int
@@ -155,6 +152,17 @@ class ScoringHead:
         logprob_C = (wanted_C - norm_C).masked_fill(no_target, float("nan"))
         greedy_C = (wanted_C == best_C) & ~no_target
         return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_CK, top_CK - norm_C.unsqueeze(1)
+
+
+def chunk_rows(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
+    """Rows of logits held at once. free: bytes free on a CUDA device, None on the CPU."""
+    budget = _CPU_CHUNK_BYTES if free is None else min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
+    return max(1, budget // row_bytes(vocab_size, dtype))
+
+
+def row_bytes(vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of logits while it is scored: in the model's dtype and in fp32."""
+    return vocab_size * (dtype.itemsize + 4)
 
 
 def _scalings(config: Any) -> list[tuple[float, float | None]]:
