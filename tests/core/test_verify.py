@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 import moelora.verify.reference as reference_module
+import moelora.verify.run as run_module
 from moelora import BASE_ADAPTER, ConfigError, EngineOptions, PrefillEngine, Request, Result
 from moelora.errors import InputError
 from moelora.jobs.rows import parse_rows
@@ -16,6 +17,7 @@ from moelora.jobs.run import JobOptions
 from moelora.jobs.text import TextEncoder
 from moelora.types import ChoiceScore, TokenScore
 from moelora.verify.compare import Comparison, Tolerance
+from moelora.verify.reference import ReferenceChoice, ReferenceKind
 from moelora.verify.run import verify
 from moelora.verify.sample import Spread, take_sample
 from tiny_models import VOCAB, peft_adapter, save_model
@@ -170,6 +172,28 @@ def test_what_peft_leaves_out_is_compared_with_merged_weights(tmp_path):
     assert verdict.failed == []
     assert found["shared"].reference == "merged"
     assert found["shared"].note.startswith("PEFT ")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nothing_of_an_adapter_stays_in_the_reference(tmp_path, monkeypatch):
+    """Adapters one after the other on a tied model, with saved modules and merged weights between them."""
+    model = save_model(tmp_path / "model", "qwen3", seed=3)
+    peft_adapter(tmp_path / "plain", model, 2, target_modules=["q_proj"])
+    peft_adapter(tmp_path / "tied", model, 3, target_modules=["embed_tokens", "v_proj"])
+    peft_adapter(tmp_path / "saved", model, 4, target_modules=["q_proj"], modules_to_save=["norm"])
+    choose = run_module.choose_reference
+    merge = ReferenceChoice(kind=ReferenceKind.MERGED, reason="a test")
+    monkeypatch.setattr(
+        run_module, "choose_reference", lambda p, *a, **k: merge if p.name.startswith("m") else choose(p, *a, **k)
+    )
+    for name in ("plain", "tied", "saved"):
+        (tmp_path / f"m-{name}").symlink_to(tmp_path / name)
+    for names in (["m-tied", "tied", "saved", "plain"], ["tied", "m-saved", "plain", "m-plain", "m-tied"]):
+        verdict, found = check(tmp_path, names)
+        assert verdict.failed == []
+        assert [found[name].reference for name in names] == [
+            "merged" if name.startswith("m") else "peft" for name in names
+        ]
 
 
 def test_without_peft_the_remedy_is_named(world, monkeypatch):

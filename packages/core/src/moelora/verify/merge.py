@@ -18,20 +18,20 @@ def merged(model: Any, adapter: Adapter, catalogue: Catalogue) -> Iterator[None]
     The sum is made in fp32 and rounded once to the model's dtype.
     """
     changed = [*adapter.factors, *adapter.replacements]
-    _untie(model, catalogue, changed)
-    originals: dict[str, torch.Tensor] = {}
-    try:
-        for name in changed:
-            weight = _weight(model, catalogue.targets[name])
-            originals[name] = weight.detach().to("cpu", copy=True)
-            if name in adapter.replacements:
-                weight.copy_(adapter.replacements[name])
-            else:
-                _add(weight, adapter.factors[name], catalogue.targets[name])
-        yield
-    finally:
-        for name, original in originals.items():
-            _weight(model, catalogue.targets[name]).copy_(original)
+    with _untied(model, changed):
+        originals: dict[str, torch.Tensor] = {}
+        try:
+            for name in changed:
+                weight = _weight(model, catalogue.targets[name])
+                originals[name] = weight.to("cpu", copy=True)
+                if name in adapter.replacements:
+                    weight.copy_(adapter.replacements[name])
+                else:
+                    _add(weight, adapter.factors[name], catalogue.targets[name])
+            yield
+        finally:
+            for name, original in originals.items():
+                _weight(model, catalogue.targets[name]).copy_(original)
 
 
 def _weight(model: Any, target: Target) -> torch.Tensor:
@@ -55,11 +55,17 @@ def _product(b: torch.Tensor, a: torch.Tensor, device: torch.device) -> torch.Te
     return b.to(device).float() @ a.to(device).float()
 
 
-def _untie(model: Any, catalogue: Catalogue, changed: list[str]) -> None:
+@contextmanager
+def _untied(model: Any, changed: list[str]) -> Iterator[None]:
     """Gives a tied head a weight of its own if either side changes: an adapter changes the side it names alone."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
+    tied = head is not None and head.weight is embedding.weight
+    names = {name for name, module in model.named_modules() if module is head or module is embedding}
+    if not tied or not names & set(changed):
+        yield
         return
-    tied = {name for name, module in model.named_modules() if module is head or module is embedding}
-    if tied & set(changed):
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    try:
+        yield
+    finally:
+        head.weight = embedding.weight

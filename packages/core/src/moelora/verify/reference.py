@@ -45,14 +45,14 @@ class ReferenceKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ReferenceChoice:
     """The reference of one adapter. reason: why it is not PEFT; empty if it is."""
 
     kind: ReferenceKind
     reason: str = ""
 
 
-def choose_reference(path: str | Path, catalogue: Catalogue, *, lora_b_layout: str | None = None) -> Choice:
+def choose_reference(path: str | Path, catalogue: Catalogue, *, lora_b_layout: str | None = None) -> ReferenceChoice:
     """Decides from the headers of an adapter whether PEFT is to be trusted with it."""
     found = describe(path, catalogue, lora_b_layout=lora_b_layout, check_values=False)
     foreign = [layout for layout in found.layouts if layout not in PEFT_LAYOUTS]
@@ -60,10 +60,10 @@ def choose_reference(path: str | Path, catalogue: Catalogue, *, lora_b_layout: s
         return _merged(f"PEFT does not apply layout {', '.join(foreign)} as it is meant")
     if "W" in found.layouts and _version(found) < _WRAPPED_SINCE:
         return _merged("its wrapped parameters are older than PEFT 0.19.1, and square ones would be read wrongly")
-    return Choice(kind=ReferenceKind.PEFT)
+    return ReferenceChoice(kind=ReferenceKind.PEFT)
 
 
-def require_peft(choices: Mapping[str, Choice]) -> None:
+def require_peft(choices: Mapping[str, ReferenceChoice]) -> None:
     """Raises `ConfigError` if an adapter is to be compared with PEFT, and PEFT is not installed."""
     names = [name for name, choice in choices.items() if choice.kind is ReferenceKind.PEFT]
     if names and find_spec("peft") is None:
@@ -92,24 +92,24 @@ class Reference:
         self._model: Any = None
 
     def score(
-        self, name: str, path: Path | None, choice: Choice, requests: Sequence[Request]
-    ) -> tuple[list[Result], Choice]:
+        self, name: str, path: Path | None, choice: ReferenceChoice, requests: Sequence[Request]
+    ) -> tuple[list[Result], ReferenceChoice]:
         """The results of `requests`, all of one adapter, and the reference that was used in the end.
 
         Where PEFT refuses the adapter or leaves a part of it out, merged weights take its place. path: None for the
         base.
         """
         if name == BASE_ADAPTER or path is None:
-            return self._score(self._plain(), requests), Choice(kind=ReferenceKind.PLAIN)
+            return self._score(self._plain(), requests), ReferenceChoice(kind=ReferenceKind.PLAIN)
+        adapter = self._load(name, path)
         if choice.kind is ReferenceKind.PEFT:
-            adapter = self._load(name, path)
-            with self._peft(path) as (model, trouble):
+            with self._peft(adapter) as (model, trouble):
                 trouble = trouble or _left_out(model, adapter, self._catalogue)
                 if not trouble:
                     return self._score(model, requests), choice
             choice = _merged(trouble)
         model = self._plain()
-        with torch.inference_mode(), merged(model, self._load(name, path), self._catalogue):
+        with torch.no_grad(), merged(model, adapter, self._catalogue):
             return self._score(model, requests), choice
 
     def _plain(self) -> Any:
@@ -119,19 +119,21 @@ class Reference:
         return self._model
 
     @contextmanager
-    def _peft(self, path: Path) -> Iterator[tuple[Any, str]]:
-        """The base with the adapter in PEFT, or None and what is in the way. The base is loaded anew afterwards.
+    def _peft(self, adapter: Adapter) -> Iterator[tuple[Any, str]]:
+        """The base with the adapter in PEFT, or None and what is in the way.
 
-        PEFT can take an adapter off again, but not what it loaded into the base's own weights.
+        Afterwards the adapter is taken off; where PEFT leaves something of it in the base, that is loaded anew.
         """
         from peft import PeftModel
 
+        plain = self._plain()
+        names = [name for name, _ in plain.named_parameters()]
         model = None
         trouble = ""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
-                model = PeftModel.from_pretrained(self._plain(), str(path), local_files_only=True).eval()
+                model = PeftModel.from_pretrained(plain, str(adapter.path), local_files_only=True).eval()
             except Exception as error:  # whatever it raises, it cannot serve as the reference
                 trouble = f"PEFT refuses it: {' '.join(str(error).split())[:160]}"
         if any("missing adapter keys" in str(warning.message) for warning in said):
@@ -140,6 +142,10 @@ class Reference:
             yield model, trouble
         finally:
             self._model = None
+            # Saved modules stay behind in the base, and so does what was half applied.
+            if not trouble and model is not None and not adapter.replacements:
+                plain = model.unload()
+                self._model = plain if [name for name, _ in plain.named_parameters()] == names else None
 
     def _load(self, name: str, path: Path) -> Adapter:
         return load_adapter(
@@ -209,8 +215,8 @@ def _left_out(model: Any, adapter: Adapter, catalogue: Catalogue) -> str:
     return ""
 
 
-def _merged(reason: str) -> Choice:
-    return Choice(kind=ReferenceKind.MERGED, reason=reason)
+def _merged(reason: str) -> ReferenceChoice:
+    return ReferenceChoice(kind=ReferenceKind.MERGED, reason=reason)
 
 
 def _version(found: AdapterDescription) -> tuple[int, ...]:

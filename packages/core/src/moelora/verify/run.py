@@ -18,7 +18,7 @@ from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.types import Result
 from moelora.verify.compare import Comparison, Tolerance
-from moelora.verify.reference import Choice, Reference, ReferenceKind, choose_reference, require_peft
+from moelora.verify.reference import Reference, ReferenceChoice, ReferenceKind, choose_reference, require_peft
 from moelora.verify.sample import Sample, take_sample
 
 
@@ -78,7 +78,7 @@ def verify(
     for name, places in _by_adapter(taken).items():
         on_event(f"scoring {len(places)} requests of {name} with the reference")
         requests = [taken.requests[i] for i in places]
-        choice = choices.get(name, Choice(kind=ReferenceKind.PLAIN))
+        choice = choices.get(name, ReferenceChoice(kind=ReferenceKind.PLAIN))
         theirs, used = reference.score(name, adapters.get(name), choice, requests)
         notes = [used.reason] if used.reason else []
         notes += ["no row names it: compared on rows of others"] if name in taken.borrowed else []
