@@ -75,6 +75,7 @@ class FakeEngine:
         self.vocab_size = VOCAB_SIZE
         self.max_positions: int | None = MAX_POSITIONS
         self.adapter_names = list(adapters or {})
+        self.slots = options.slots or 8
         self.options = options
         self.window = window
         self.most_taken = 0

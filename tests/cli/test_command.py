@@ -37,6 +37,9 @@ OPTIONS = {
         "--batch-invariant",
         "--lora-b-layout",
         "--seed",
+        "--devices",
+        "--worker",
+        "--shard",
         "--overwrite",
         "--report",
         "--metrics-file",
@@ -97,6 +100,7 @@ OPTIONS = {
         "--debug",
     },
     "inspect": {"path", "--model", "--lora-b-layout", "--json", "--debug"},
+    "merge": {"folder", "--output", "--overwrite", "--debug"},
     "env": {"--json", "--debug"},
 }
 """The public options of each command. A change here is a decision that users will notice."""

@@ -233,6 +233,28 @@ def test_a_nan_model_is_told_not_hidden(tmp_path):
     assert "log-probability of token 1 is nan" in result.error
 
 
+def test_a_batch_that_does_not_fit_into_memory_is_split(world, lonely, monkeypatch):
+    said = []
+    engine = PrefillEngine(
+        world / "model", adapters={"both": world / "both"}, options=EngineOptions(device="cpu"), on_event=said.append
+    )
+    original = engine._runner.run
+
+    def small(batch):
+        if batch.num_tokens > 40:
+            raise torch.OutOfMemoryError
+        return original(batch)
+
+    monkeypatch.setattr(engine._runner, "run", small)
+    rows = [Request(token_ids=list(range(n)), adapter="both") for n in (30, 20, 25, 60, 5)]
+    results = dict(engine.score_stream(rows))
+    assert "out of device memory at 60 tokens" in results[3].error
+    for i in (0, 1, 2, 4):
+        assert difference(results[i], lonely.score([rows[i]])[0]) < SOLO_TOLERANCE
+    assert engine.report()["memory_splits"] >= 2
+    assert any("out of device memory" in text for text in said)
+
+
 def test_options_that_cannot_be_honoured(world):
     for options, said in [
         ({"backend": "tritn"}, "Did you mean 'triton'"),

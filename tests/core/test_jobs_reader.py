@@ -68,7 +68,7 @@ def test_what_is_no_readable_file_is_refused(tmp_path: Path):
         LineReader("a\0b")
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl.gz", "x.CSV", "x.jsonl.zst", "x.zip"])
+@pytest.mark.parametrize("name", ["x.arrow", "x.jsonl.gz", "x.CSV", "x.jsonl.zst", "x.zip"])
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(InputError, match="accepted is JSON Lines"):

@@ -75,8 +75,8 @@ def test_outputs_that_cannot_be_are_refused_without_a_trace(tmp_path: Path):
         (tmp_path, "is a directory"),
         (f"{tmp_path}/new/", "is a directory"),
         (tmp_path / "out.jsonl" / "x.jsonl", "is not a directory"),
-        (tmp_path / "x.parquet", "only JSON Lines"),
-        (tmp_path / "x.jsonl.gz", "only JSON Lines"),
+        (tmp_path / "x.arrow", "JSON Lines"),
+        (tmp_path / "x.jsonl.gz", "JSON Lines"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_output(path, overwrite=False)

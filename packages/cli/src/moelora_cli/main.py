@@ -14,6 +14,7 @@ import moelora
 from moelora_cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, say_error
 from moelora_cli.env import env
 from moelora_cli.inspect import inspect
+from moelora_cli.merge import merge
 from moelora_cli.plan import plan
 from moelora_cli.prefill import prefill
 from moelora_cli.verify import verify
@@ -32,6 +33,7 @@ cli.add_command(prefill)
 cli.add_command(plan)
 cli.add_command(verify)
 cli.add_command(inspect)
+cli.add_command(merge)
 cli.add_command(env)
 
 

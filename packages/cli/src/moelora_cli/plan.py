@@ -31,7 +31,9 @@ _PARTS = {
 
 @click.command(cls=MoeloraCommand, short_help="What prefill would do: batches, fallbacks, memory.")
 @model_options
-@click.option("--input", "input_", required=True, metavar="FILE|-", help="Rows as JSON Lines; - is standard input.")
+@click.option(
+    "--input", "input_", required=True, metavar="FILE|-", help="Rows: JSON Lines or Parquet; - is standard input."
+)
 @row_options
 @score_options
 @engine_options
@@ -49,16 +51,17 @@ def plan(**options: Any) -> int:
 
 def _plan(options: dict[str, Any], stdout: BinaryIO) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
-    from moelora.jobs.reader import LineReader
+    from moelora.jobs.reader import open_rows
     from moelora.jobs.rows import parse_rows
 
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
-    with LineReader(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
         quiet_libraries()
         from moelora.jobs.plan import PlanningEngine
         from moelora.jobs.run import PrefillJob
         from moelora.jobs.text import load_encoder
+        from moelora.jobs.windows import window_rows, windows
         from moelora.jobs.writer import Discard
 
         encoder = load_encoder(options["model"])
@@ -67,7 +70,13 @@ def _plan(options: dict[str, Any], stdout: BinaryIO) -> int:
         )
         job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
         progress.begin()
-        stats = job.run(parse_rows(lines), Discard())
+        rows = parse_rows(lines)
+        if options["input_"] == "-":
+            job.run(rows, Discard())
+        else:  # which is scored in windows, so that it can be resumed
+            for _, window in windows(rows, window_rows(len(adapters) + 1, engine.slots)):
+                job.run(window, Discard())
+    stats = job.stats
     facts: dict[str, Any] = {
         "rows": stats.rows,
         "output_rows": stats.output_rows,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -21,21 +23,41 @@ from moelora_cli.options import (
     score_options,
     stdout_for_results,
 )
+from moelora_cli.parts import RefusedOutputError, score_in_parts
 from moelora_cli.progress import Progress
+from moelora_cli.workers import check_devices, score_with_workers
 
 if TYPE_CHECKING:
+    from moelora.jobs.rows import Row
     from moelora.jobs.run import JobOptions, JobStats
     from moelora.jobs.text import TextEncoder
 
 
 @click.command(cls=MoeloraCommand, short_help="Score prompts under a base model and its adapters.")
 @model_options
-@click.option("--input", "input_", required=True, metavar="FILE|-", help="Rows as JSON Lines; - is standard input.")
-@click.option("--output", metavar="FILE|-", help="Scores as JSON Lines; - is standard output.")
+@click.option(
+    "--input",
+    "input_",
+    required=True,
+    metavar="FILE|-",
+    help="Rows: JSON Lines or Parquet; - is standard input.",
+)
+@click.option("--output", metavar="FILE|-", help="Scores: JSON Lines or Parquet; - is standard output.")
 @row_options
 @score_options
 @engine_options
-@click.option("--overwrite", is_flag=True, help="Replace an output file that exists.")
+@click.option(
+    "--devices",
+    metavar="all|0,1|cpu:N",
+    help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
+)
+@click.option("--worker", is_flag=True, hidden=True)
+@click.option(
+    "--shard",
+    metavar="I/N|auto",
+    help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an output that exists, and the parts of another run.")
 @click.option("--report", metavar="FILE", help="Write the report of the run as JSON.")
 @click.option("--metrics-file", metavar="FILE", help="Write counters in Prometheus text format.")
 @click.option("--dry-run", is_flag=True, help="Print the token ids that would be scored; load no weights.")
@@ -53,16 +75,21 @@ def prefill(**options: Any) -> int:
 def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
-    from moelora.jobs.reader import LineReader
+    from moelora.jobs.parts import parse_shard
+    from moelora.jobs.reader import open_rows
 
+    options["shard"] = parse_shard(options["shard"])
+    check_devices(options)
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
-    with LineReader(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
         quiet_libraries()
         from moelora.jobs.text import load_encoder
 
         encoder = load_encoder(options["model"])
+        if options["devices"] is not None and not options["dry_run"]:
+            return score_with_workers(options, adapters, progress)
         if options["dry_run"]:
             return _dry_run(options, job_options, encoder, list(adapters), lines, stdout)
         return _score(options, job_options, encoder, adapters, lines, progress, stdout)
@@ -88,8 +115,12 @@ def _score(
     loaded = time.monotonic()
     progress.begin()
     try:
-        with open_output(options["output"], stdout) as sink:
-            stats = job.run(parse_rows(lines), sink)
+        if _in_parts(options):
+            score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
+        else:
+            with open_output(options["output"], stdout) as sink:
+                job.run(parse_rows(lines), sink)
+        stats = job.stats
         report = build_report(
             stats,
             seconds=time.monotonic() - loaded,
@@ -97,13 +128,22 @@ def _score(
             engine=engine.report(),
             run=_asked_for(options, adapters),
         )
-        _write_reports(options, report)
-    except BrokenPipeError:
+        write_reports(options, report)
+    except (BrokenPipeError, RefusedOutputError):
         raise
     except Exception as error:
         raise JobFailedError from error
-    _tell(stats, report, progress, quiet=options["quiet"])
+    tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _read_rows(source: str) -> Iterator[Row]:
+    """The rows of a file, from the first on."""
+    from moelora.jobs.reader import open_rows
+    from moelora.jobs.rows import parse_rows
+
+    with open_rows(source) as lines:
+        yield from parse_rows(lines)
 
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
@@ -135,8 +175,10 @@ def _dry_run(
 
 def _check_files(options: dict[str, Any]) -> None:
     """Refuses outputs that cannot be written and files given twice."""
-    from moelora.jobs.writer import check_output
+    from moelora.jobs.writer import check_folder, check_output
 
+    if options["shard"] is not None and (options["output"] in (None, "-") or options["input_"] == "-"):
+        raise ConfigError("--shard needs a file as --input and a folder as --output")
     if options["output"] is None and not options["dry_run"]:
         raise ConfigError("--output is missing; give a file, or - for standard output")
     files: dict[str, str] = {}
@@ -153,8 +195,18 @@ def _check_files(options: dict[str, Any]) -> None:
             raise ConfigError(f"{files[real]} and {name} are the same file, {path}")
         files[real] = name
         if option != "input_" and not options["dry_run"]:
+            if option == "output" and options["shard"] is not None:
+                check_folder(path)
+                continue
             # Reports are made anew by each run; only results are kept from being replaced by accident.
             check_output(path, overwrite=options["overwrite"] or option != "output", what=name)
+
+
+def _in_parts(options: dict[str, Any]) -> bool:
+    """Whether the run can be resumed: its input can be read again, and its output is a file or a folder."""
+    if options["input_"] == "-" or options["output"] == "-":
+        return False
+    return options["shard"] is not None or not os.path.exists(options["output"]) or os.path.isfile(options["output"])
 
 
 def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, Any]:
@@ -163,7 +215,7 @@ def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, 
     return {**asked, "adapters": {name: str(path) for name, path in adapters.items()}}
 
 
-def _write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
+def write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
     from moelora.jobs.metrics import encode_metrics
     from moelora.jobs.report import encode_report
     from moelora.jobs.writer import write_whole
@@ -174,7 +226,7 @@ def _write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
         write_whole(options["metrics_file"], encode_metrics(report))
 
 
-def _tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: bool) -> None:
+def tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: bool) -> None:
     """The summary, the first errors and the warnings; warnings are said even under --quiet."""
     from moelora.jobs.report import summary
 

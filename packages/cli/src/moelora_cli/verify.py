@@ -29,7 +29,9 @@ _HEADINGS = ("adapter", "reference", "rows", "tokens", "largest", "at line", "me
 
 @click.command(cls=MoeloraCommand, short_help="Compare a sample with transformers + PEFT.")
 @model_options
-@click.option("--input", "input_", required=True, metavar="FILE|-", help="Rows as JSON Lines; - is standard input.")
+@click.option(
+    "--input", "input_", required=True, metavar="FILE|-", help="Rows: JSON Lines or Parquet; - is standard input."
+)
 @click.option("--sample", type=POSITIVE, default=8, show_default=True, help="Most rows of the base and each adapter.")
 @click.option(
     "--tolerance",
@@ -53,12 +55,12 @@ def verify(**options: Any) -> int:
 
 def _verify(options: dict[str, Any], stdout: BinaryIO) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
-    from moelora.jobs.reader import LineReader
+    from moelora.jobs.reader import open_rows
     from moelora.jobs.rows import parse_rows
 
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
-    with LineReader(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
         quiet_libraries()
         from moelora.jobs.text import load_encoder
         from moelora.verify.run import verify as compare

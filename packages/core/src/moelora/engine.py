@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class PrefillEngine:
         options: EngineOptions = EngineOptions(),
         on_event: Callable[[str], None] | None = None,
     ) -> None:
-        say = on_event or (lambda text: None)
+        say = self._say = on_event or (lambda text: None)
         self.options = options
         self._device = resolve_device(options.device)
         torch.manual_seed(options.seed)
@@ -94,6 +95,7 @@ class PrefillEngine:
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
         self._tokens = 0
+        self._memory_splits = 0
         self._padded_tokens = 0
         self._check_installed()
         self._selection = self._select_runner(say)
@@ -120,6 +122,11 @@ class PrefillEngine:
     def adapter_names(self) -> list[str]:
         """Names that a request may use besides `__base__`."""
         return list(self._adapters)
+
+    @property
+    def slots(self) -> int:
+        """Adapters that lie on the device at once."""
+        return self._bank.num_slots
 
     @property
     def catalogue(self) -> Catalogue:
@@ -160,8 +167,8 @@ class PrefillEngine:
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
-            for batch in plan(sequences, batch_limits(self._capacity), self._bank.residents):
-                yield from self._score_batch(batch, builders)
+            for batch in plan(sequences, batch_limits(self._capacity)):
+                yield from self._score_or_split(batch, builders)
 
     def report(self) -> dict[str, Any]:
         """Counts since construction, and what ran where. All values are JSON types."""
@@ -185,6 +192,7 @@ class PrefillEngine:
             ],
             "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
             "tokens": self._tokens,
+            "memory_splits": self._memory_splits,
             "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
             "adapters": len(self._adapters),
             "adapter_loads": self._bank.loads,
@@ -267,6 +275,32 @@ class PrefillEngine:
 
     # Scoring.
 
+    def _score_or_split(
+        self, planned: PlannedBatch, builders: dict[int, ResultBuilder]
+    ) -> Iterator[tuple[int, Result]]:
+        """Halves a batch that does not fit into memory until it does; a single sequence that does not is an error."""
+        try:
+            finished = self._score_batch(planned, builders)
+        except torch.OutOfMemoryError:
+            finished = None
+        if finished is not None:
+            yield from finished
+            return
+        # Outside the except block, whose traceback would keep the failed batch's tensors alive.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._memory_splits += 1
+        sequences = planned.sequences
+        if len(sequences) == 1:
+            index, tokens = sequences[0].request, sequences[0].num_tokens
+            if builders.pop(index, None) is not None:  # once, however many of its sequences fail
+                yield index, Result(num_tokens=tokens, error=f"out of device memory at {tokens} tokens in one sequence")
+            return
+        self._say(f"out of device memory with {len(sequences)} sequences; going on with half of them at a time")
+        middle = len(sequences) // 2
+        for half in (sequences[:middle], sequences[middle:]):
+            yield from self._score_or_split(replace(planned, sequences=half), builders)
+
     @torch.inference_mode()
     def _score_batch(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
         sequences = planned.sequences
@@ -283,7 +317,8 @@ class PrefillEngine:
         finished = []
         first = 0
         for sequence in sequences:
-            result = builders[sequence.request].add(sequence, scores, first, output.mode)
+            builder = builders.get(sequence.request)
+            result = builder.add(sequence, scores, first, output.mode) if builder is not None else None
             first += len(sequence.rows)
             if result is not None:
                 finished.append((sequence.request, result))

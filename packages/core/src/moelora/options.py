@@ -18,7 +18,7 @@ from moelora.capacity import PrefillCapacity, default_buckets
 from moelora.errors import ConfigError, choose_from
 from moelora.types import BASE_ADAPTER, GraphMode, Request
 
-WINDOW_REQUESTS = 4096
+WINDOW_REQUESTS = 65_536
 """Requests that are planned together: enough to group adapters, few enough to keep memory flat."""
 
 _DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -266,31 +266,31 @@ class _TiledBackend(Backend):
         softcap: float | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from moelora_kernels.ops.attention import (
-            attention_tiles,
-            pick_attention_config,
-            torch_refusal,
-            varlen_attention,
-        )
+        from moelora_kernels.ops.attention import MAX_WIDTH, attention_tiles, pick_attention_config, varlen_attention
 
-        captured = segments.lengths is None
-        if mask is not None or (interpreted() and not captured):
-            # Masks that hold more than causality, and the CPU, take the exact and slow way.
+        wide = max(q_THD.shape[2], v_THD.shape[2]) > MAX_WIDTH
+        if mask is not None or wide or (interpreted() and segments.lengths is not None):
+            # Masks that hold more than causality, very wide heads, and the CPU take the exact and slow way.
             return super().attention(
                 q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
             )
-        options: dict[str, Any] = {"scale": scale, "window": window, "sinks_H": sinks, "softcap": softcap}
-        if not captured and torch_refusal(q_THD, v_THD, softcap) is None:
-            return varlen_attention(
-                q_THD, k_THD, v_THD, segments.cu_seqlens_S1, segments.longest, backend="torch", **options
-            )
-        # torch's grid is request slots × the longest sequence; inside a graph both are bounds, and ours follows tokens.
+        # One kernel in every mode, so that a row has the same bits eager, replayed and padded. Its grid follows
+        # tokens where torch's is request slots × the longest sequence; it was the faster at every shape measured.
         config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2])
         if config not in segments.cache:
             segments.cache[config] = attention_tiles(segments.cu_seqlens_S1, q_THD.shape[0], config)
-        tiles = segments.cache[config]
         return varlen_attention(
-            q_THD, k_THD, v_THD, segments.cu_seqlens_S1, segments.longest, backend="triton", tiles=tiles, **options
+            q_THD,
+            k_THD,
+            v_THD,
+            segments.cu_seqlens_S1,
+            segments.longest,
+            backend="triton",
+            tiles=segments.cache[config],
+            scale=scale,
+            window=window,
+            sinks_H=sinks,
+            softcap=softcap,
         )
 
     def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:

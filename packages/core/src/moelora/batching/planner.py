@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from moelora.batching.sequences import Sequence
 from moelora.types import BASE_ADAPTER
+
+_LOOKAHEAD = 128
+"""Sequences that are looked at to fill what is left of a batch: with lengths up to a tenth of it, over 99 % full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,33 +30,44 @@ class PlannedBatch:
     adapters: tuple[str, ...]
 
 
-def plan(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> Iterator[PlannedBatch]:
+def plan(sequences: Seq[Sequence], limits: BatchLimits) -> Iterator[PlannedBatch]:
     """Orders `sequences` into batches so that no adapter is needed in two rounds.
 
-    Rounds begin with the adapters that are `resident`, then follow first appearance; the base joins the first round. A
-    sequence longer than the token budget forms a batch of its own.
+    A pure function of its arguments, whatever lies on the device: resumed runs and shards run the same batches. Rounds
+    follow first appearance; the base joins the first. A sequence longer than the token budget forms a batch of its own.
     """
-    for round_adapters in _rounds(sequences, limits, resident):
+    for round_adapters in _rounds(sequences, limits):
         named = tuple(name for name in round_adapters if name != BASE_ADAPTER)
-        batch: list[Sequence] = []
-        tokens = 0
-        for sequence in sequences:
-            if sequence.adapter not in round_adapters:
-                continue
-            full = tokens + sequence.num_tokens > limits.max_tokens or len(batch) >= limits.max_sequences
-            if batch and full:
-                yield PlannedBatch(sequences=tuple(batch), adapters=named)
-                batch, tokens = [], 0
-            batch.append(sequence)
-            tokens += sequence.num_tokens
-        if batch:
+        place = {name: i for i, name in enumerate(round_adapters)}
+        pending = [s for s in sequences if s.adapter in round_adapters]
+        while pending:
+            batch, pending = _fill(pending, limits)
+            # Neighbours of one adapter make longer runs, which kernels take in fewer tiles.
+            batch.sort(key=lambda s: place[s.adapter])
             yield PlannedBatch(sequences=tuple(batch), adapters=named)
 
 
-def _rounds(sequences: Seq[Sequence], limits: BatchLimits, resident: Iterable[str | None]) -> list[dict[str, None]]:
+def _fill(pending: Seq[Sequence], limits: BatchLimits) -> tuple[list[Sequence], list[Sequence]]:
+    """The next batch, and what is left: in order, except that sequences which no longer fit are passed over.
+
+    Looks at most `_LOOKAHEAD` sequences past the first that did not fit, so that nothing waits long for its turn.
+    """
+    batch, tokens = [pending[0]], pending[0].num_tokens
+    left: list[Sequence] = []
+    for i in range(1, len(pending)):
+        if len(left) > _LOOKAHEAD or tokens >= limits.max_tokens or len(batch) >= limits.max_sequences:
+            return batch, [*left, *pending[i:]]
+        if tokens + pending[i].num_tokens <= limits.max_tokens:
+            batch.append(pending[i])
+            tokens += pending[i].num_tokens
+        else:
+            left.append(pending[i])
+    return batch, left
+
+
+def _rounds(sequences: Seq[Sequence], limits: BatchLimits) -> list[dict[str, None]]:
     wanted = dict.fromkeys(s.adapter for s in sequences)
-    here = [name for name in resident if name in wanted]
-    named = [name for name in dict.fromkeys([*here, *wanted]) if name != BASE_ADAPTER]
+    named = [name for name in wanted if name != BASE_ADAPTER]
     size = max(limits.max_adapters, 1)
     rounds = [dict.fromkeys(named[i : i + size]) for i in range(0, len(named), size)] or [{}]
     if BASE_ADAPTER in wanted:

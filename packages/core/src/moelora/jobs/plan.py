@@ -106,6 +106,11 @@ class PlanningEngine:
         """Names that a request may use besides `__base__`."""
         return list(self._adapters)
 
+    @property
+    def slots(self) -> int:
+        """Adapters that lie on the device at once."""
+        return self._capacity.bank_slots
+
     def check(self, request: Request) -> str | None:
         """Why a request cannot be scored, or None if it can."""
         return check_request(
@@ -118,7 +123,7 @@ class PlanningEngine:
         while window := list(islice(numbered, WINDOW_REQUESTS)):
             errors = {index: self.check(request) for index, request in window}
             sequences = [s for index, request in window if errors[index] is None for s in expand(index, request)]
-            for batch in plan(sequences, batch_limits(self._capacity), tuple(self._residents)):
+            for batch in plan(sequences, batch_limits(self._capacity)):
                 self._count(batch)
             for index, request in window:
                 yield index, Result(num_tokens=len(request.token_ids), error=errors[index])

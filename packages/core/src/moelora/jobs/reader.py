@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import BinaryIO
 
 from moelora.errors import InputError
+from moelora.jobs.parquet import ENDING, ParquetReader
 
-ACCEPTED = "JSON Lines: UTF-8 text with one JSON object per line (.jsonl), or - for standard input"
+ACCEPTED = "JSON Lines: UTF-8 text with one JSON object per line (.jsonl), Parquet (.parquet), or - for standard input"
 _REFUSED_ENDINGS = {
-    ".parquet": "Parquet",
     ".arrow": "Arrow",
     ".feather": "Arrow",
     ".csv": "comma-separated text",
@@ -35,6 +35,11 @@ _MAGIC = {
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
 }
+
+
+def open_rows(source: str | Path) -> LineReader | ParquetReader:
+    """The reader for `source`, by its ending; "-" is standard input as JSON Lines."""
+    return ParquetReader(source) if str(source).lower().endswith(ENDING) else LineReader(source)
 
 
 class LineReader:

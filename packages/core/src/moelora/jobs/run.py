@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal, Protocol
 
 from moelora.errors import ConfigError, RequestError, choose_from
@@ -83,6 +83,15 @@ class JobStats:
     first_errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def counts(self) -> dict[str, int]:
+        """The numbers, by name."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), int)}
+
+    def add(self, counts: dict[str, int]) -> None:
+        """Adds what an earlier run counted for rows that this one does not score again."""
+        for name, value in counts.items():
+            setattr(self, name, getattr(self, name) + value)
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -140,7 +149,10 @@ class PrefillJob:
         self._twins = _Twins()
 
     def run(self, rows: Iterable[Row], sink: RowSink) -> JobStats:
-        """Scores all rows and writes their lines to `sink`. A bad row costs that row; what is raised ends the job."""
+        """Scores rows and writes their lines to `sink`; may be called again for further rows, `stats` counts on.
+
+        A bad row costs that row; what is raised ends the job.
+        """
         for index, result in self._engine.score_stream(self._requests(rows)):
             pending, place, unit = self._waiting.pop(index)
             self._finish(pending, place, unit, result)
@@ -149,7 +161,7 @@ class PrefillJob:
         self._flush(sink)
         if self._waiting or self._pending:
             raise RuntimeError(f"the engine left {len(self._waiting)} requests without a result")
-        self.stats.warnings += self._twins.warnings()
+        self.stats.warnings = self._twins.warnings()
         self._on_progress(self.stats)
         return self.stats
 

@@ -6,14 +6,14 @@ import json
 import math
 import os
 import secrets
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 from moelora.errors import ConfigError
+from moelora.jobs.parquet import ENDING, ParquetSink, require_pyarrow
 
-_REFUSED_ENDINGS = (".parquet", ".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
+_REFUSED_ENDINGS = (".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
 # Characters that JSON allows inside strings but that naive readers take for the end of a line.
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -104,7 +104,13 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> 
         return
     target = Path(os.path.realpath(path))
     if target.suffix.lower() in _REFUSED_ENDINGS:
-        raise ConfigError(f"{what} {path}: only JSON Lines can be written (.jsonl), or - for standard output")
+        raise ConfigError(
+            f"{what} {path}: JSON Lines (.jsonl) and Parquet (.parquet) can be written, or - for standard output"
+        )
+    if target.suffix.lower() == ENDING:
+        if what not in ("output", "--output"):
+            raise ConfigError(f"{what} {path}: only rows can be Parquet")
+        require_pyarrow(f"{what} {path}")
     if target.is_dir() or str(path).endswith(os.sep):
         raise ConfigError(f"{what} {path} is a directory; give the name of a file in it")
     if target.is_file() and not overwrite:
@@ -116,18 +122,29 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> 
         raise ConfigError(f"{what} {path}: the folder {folder} is not writable")
 
 
+def check_folder(path: str | Path) -> None:
+    """Raises `ConfigError` if no folder can be made or written at `path`."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"output {path} is a file; the shards of a run need a folder")
+    folder = target if target.exists() else next(parent for parent in target.parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"output {path}: the folder {folder} is not writable")
+
+
 def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
-    """The sink for `path`: `stdout` for "-", a stream for a pipe or device, else an atomic file."""
+    """The sink for rows: `stdout` for "-", a stream for a pipe or device, else an atomic file by its ending."""
     if str(path) == "-":
         return StreamSink(stdout)
     if Path(path).exists() and not Path(path).is_file():
         return StreamSink(Path(path).open("wb"), owned=True)
-    return AtomicFile(path)
+    return ParquetSink(path) if str(path).lower().endswith(ENDING) else AtomicFile(path)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path` in one step."""
-    with open_output(path, sys.stdout.buffer) as sink:
+    stream = Path(path).exists() and not Path(path).is_file()
+    with StreamSink(Path(path).open("wb"), owned=True) if stream else AtomicFile(path) as sink:
         sink.write(data)
 
 

@@ -16,7 +16,7 @@ from moelora.errors import ConfigError, choose_from
 from moelora_kernels.ops.attention.kernel import attend, end_tiles, find_tiles
 
 BACKENDS = ("auto", "torch", "triton")
-_MAX_WIDTH = 256
+MAX_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,10 +235,8 @@ def _check(
         raise ConfigError(
             f"shapes disagree: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)}, value {tuple(v_TGD.shape)}"
         )
-    if not 16 <= D <= _MAX_WIDTH or not 1 <= v_TGD.shape[2] <= _MAX_WIDTH:
-        raise ConfigError(
-            f"head widths must lie between 16 and {_MAX_WIDTH}, got {D} and {v_TGD.shape[2]}; {reference}"
-        )
+    if not 16 <= D <= MAX_WIDTH or not 1 <= v_TGD.shape[2] <= MAX_WIDTH:
+        raise ConfigError(f"head widths must lie between 16 and {MAX_WIDTH}, got {D} and {v_TGD.shape[2]}; {reference}")
     if cu_S1.dtype is not torch.int32 or cu_S1.ndim != 1 or cu_S1.shape[0] < 2:
         raise ConfigError(
             f"cu_seqlens must be int32 [S + 1] with S of at least 1, got {cu_S1.dtype} {tuple(cu_S1.shape)}"

@@ -1,0 +1,170 @@
+"""`moelora prefill --devices`: one process per device over one input and one output.
+
+Workers share the folder of parts and claim window by window, so that work goes to whoever is free. A claim dies with
+its process, and another worker takes the window up.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from moelora.errors import ConfigError
+from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
+from moelora_cli.parts import parts_folder, write_output
+from moelora_cli.progress import Progress
+
+_FLAGS = ("with_base", "batch_invariant")
+_VALUES = (
+    *("default_adapter", "logprobs", "top_k", "max_length", "on_long", "backend", "graph", "dtype", "max_tokens"),
+    *("max_requests", "slots", "load_format", "lora_b_layout", "seed"),
+)
+_POLL_SECONDS = 0.1
+_WORKED = (EXIT_DONE, EXIT_ROW_ERRORS)
+
+
+def check_devices(options: dict[str, Any]) -> None:
+    """Refuses what `--devices` cannot be combined with, and what names no devices."""
+    if options["devices"] is None:
+        return
+    if not re.fullmatch(r"all|cpu:[1-9]\d?|\d{1,3}(,\d{1,3})*", options["devices"]):
+        raise ConfigError(f"--devices {options['devices']!r}: valid are all, GPU numbers like 0,1, or cpu:N")
+    if options["input_"] == "-" or options["output"] in (None, "-"):
+        raise ConfigError("--devices needs files as --input and --output")
+    if options["shard"] is not None or options["device"] != "auto":
+        raise ConfigError("--devices cannot be combined with --shard or --device")
+
+
+def device_names(devices: str) -> list[str]:
+    """The device of each worker. Raises `ConfigError` if this machine does not have them."""
+    if devices.startswith("cpu:"):
+        return ["cpu"] * int(devices.removeprefix("cpu:"))
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = list(range(count)) if devices == "all" else [int(n) for n in devices.split(",")]
+    if not wanted or max(wanted) >= count:
+        raise ConfigError(f"--devices {devices}: this machine has {count} CUDA devices")
+    return [f"cuda:{n}" for n in wanted]
+
+
+def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> int:
+    """Starts the workers, waits for them, and puts their parts together."""
+    from moelora.jobs.parts import RUN_LOCK, hold_folder, part_headers
+    from moelora.jobs.report import build_report
+    from moelora.jobs.run import JobStats
+    from moelora_cli.prefill import tell, write_reports
+
+    names = device_names(options["devices"])
+    output = Path(options["output"])
+    folder = parts_folder(output)
+    began = time.monotonic()
+    with hold_folder(folder, RUN_LOCK):
+        if options["overwrite"]:
+            for stale in folder.glob("[!l]*"):
+                stale.unlink()
+        try:
+            _wait(_start(options, adapters, names, folder), progress)
+        except BaseException:
+            if not list(part_headers(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        try:
+            write_output(folder, output)
+        except ConfigError as error:
+            raise JobFailedError(f"no worker is left: {error}; the same command goes on from there") from error
+        stats = JobStats()
+        for header in part_headers(folder):
+            stats.add(header["counts"])
+            stats.first_errors = (stats.first_errors + header["first_errors"])[:5]
+        reports = [json.loads(path.read_bytes()) for path in sorted(folder.glob("report-*.json"))]
+        for stale in folder.iterdir():
+            stale.unlink()
+    folder.rmdir()
+    seconds = time.monotonic() - began
+    engine = _joined([r.get("engine", {}) for r in reports])
+    run = {"devices": names, "output": str(output)}
+    report = build_report(stats, seconds=seconds, load_seconds=0.0, engine=engine, run=run)
+    write_reports(options, report)
+    tell(stats, report, progress, quiet=options["quiet"])
+    return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _start(
+    options: dict[str, Any], adapters: dict[str, Path], names: list[str], folder: Path
+) -> list[tuple[str, subprocess.Popen[str]]]:
+    arguments = ["prefill", options["model"], "--input", options["input_"], "--output", options["output"], "--worker"]
+    arguments.append("--quiet")
+    for name, path in adapters.items():
+        arguments += ["--adapters", f"{name}={path}"]
+    arguments += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if options[flag]]
+    for name in _VALUES:
+        if options[name] is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(options[name])]
+    if options["buckets"] is not None:
+        arguments += ["--buckets", ",".join(map(str, options["buckets"]))]
+    return [
+        (
+            f"worker {number} on {device}",
+            subprocess.Popen(
+                [
+                    *(sys.executable, sys.argv[0], *map(str, arguments), "--device", device),
+                    *("--report", str(folder / f"report-{number}.json")),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            ),
+        )
+        for number, device in enumerate(names)
+    ]
+
+
+def _wait(workers: list[tuple[str, subprocess.Popen[str]]], progress: Progress) -> None:
+    """Waits until all have ended; says which died. Raises `ConfigError` with the reason if they were refused."""
+    running = dict(workers)
+    refused: list[str] = []
+    try:
+        while running:
+            time.sleep(_POLL_SECONDS)
+            for name, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                said = (process.stderr.read() if process.stderr else "").strip()
+                del running[name]
+                if process.returncode == EXIT_REFUSED:
+                    refused.append(said.splitlines()[-1].removeprefix("error: ") if said else name)
+                elif process.returncode not in _WORKED:
+                    others = f"{len(running)} others go on with its work" if running else "none is left"
+                    progress.say(f"{name} died (exit {process.returncode}); {others}. {said[-500:]}".strip())
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    if refused:
+        raise ConfigError(refused[0])
+
+
+def _joined(engines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One engine's report out of those of all workers: counts added up, the rest kept by worker."""
+    passes: dict[tuple[Any, ...], int] = {}
+    reasons: dict[str, int] = {}
+    for engine in engines:
+        for entry in engine.get("passes", []):
+            key = (entry["phase"], entry["mode"], entry["bucket"])
+            passes[key] = passes.get(key, 0) + entry["count"]
+        for reason, count in engine.get("eager_reasons", {}).items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return {
+        "passes": [{"phase": p, "mode": m, "bucket": b, "count": n} for (p, m, b), n in passes.items()],
+        "eager_reasons": reasons,
+        "workers": engines,
+    }

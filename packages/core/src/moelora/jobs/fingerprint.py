@@ -1,0 +1,75 @@
+"""What a run's output depends on, as short digests: a resumed run must find every one of them unchanged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import moelora
+
+_BLOCK = 1 << 20
+_SAMPLE = 1 << 16
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
+                    "chat_template.jinja", "tokenizer.model")  # fmt: skip
+
+
+def run_fingerprint(
+    *, model: Path, adapters: Mapping[str, Path], input_file: Path, options: Mapping[str, Any]
+) -> dict[str, str]:
+    """Digests by what they are of: `model`, `tokenizer`, `adapter NAME`, `input`, `option NAME`, `moelora`.
+
+    Adapters, tokenizer and input count by content. Weights count by their names, sizes, headers and last bytes, since
+    reading a large checkpoint twice would cost more than most runs. The order of the adapters counts.
+    """
+    digests = {"moelora": moelora.__version__, "model": _model_digest(model)}
+    digests["tokenizer"] = _digest(_contents(model / name for name in _TOKENIZER_FILES))
+    for place, (name, path) in enumerate(adapters.items()):
+        files = sorted(p for p in path.glob("*") if p.suffix in {".json", ".safetensors"})
+        digests[f"adapter {name}"] = _digest([str(place).encode(), *_contents(files)])
+    digests["input"] = _digest(_contents([input_file]))
+    for name, value in sorted(options.items()):
+        digests[f"option {name}"] = str(value)
+    return digests
+
+
+def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between two fingerprints, in words."""
+    names = sorted({*before, *now})
+    return [
+        f"{name} ({before[name]} before, {now[name]} now)" if name.startswith(("option", "moelora")) else name
+        for name in names
+        if name in before and name in now and before[name] != now[name]
+    ] + [f"{name} ({'gone' if name in before else 'new'})" for name in names if (name in before) != (name in now)]
+
+
+def _model_digest(folder: Path) -> str:
+    config = [folder / "config.json", folder / "model.safetensors.index.json"]
+    weights = sorted(folder.glob("*.safetensors"))
+    described = [f"{p.name} {p.stat().st_size}".encode() for p in weights]
+    return _digest([*_contents(config), *described, *(part for p in weights for part in _ends(p))])
+
+
+def _ends(path: Path) -> Iterable[bytes]:
+    with path.open("rb") as file:
+        yield file.read(_SAMPLE)
+        file.seek(max(path.stat().st_size - _SAMPLE, 0))
+        yield file.read(_SAMPLE)
+
+
+def _contents(files: Iterable[Path]) -> Iterable[bytes]:
+    for path in files:
+        if path.exists():
+            yield path.name.encode()
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    yield block
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:24]

@@ -1,0 +1,103 @@
+"""A run in windows of input rows, each scored as a whole: what runs together never depends on what was done before.
+
+Windows that are finished already are read over, not scored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from moelora.jobs.parts import PartStore
+from moelora.jobs.rows import Row
+from moelora.jobs.run import PrefillJob
+from moelora.jobs.writer import RowSink, encode_row
+
+_REQUESTS = 4096
+"""Requests of one window: some seconds of work on a fast GPU, which is what a crash can cost."""
+_MOST_REQUESTS = 65_536
+
+_PAUSE_SECONDS = 0.2
+"""Between looks at what other workers hold."""
+
+
+def window_rows(adapters: int, slots: int) -> int:
+    """Input rows of one window: about 4,096 requests, more where adapters take turns in the slots.
+
+    A pure function of the run's options: shards and resumed runs cut the input alike. With more adapters than slots
+    each window loads every adapter once, so it is made longer by as many rounds as that takes.
+    """
+    per_row = max(adapters, 1)
+    rounds = -(-per_row // max(slots, 1))
+    return max(1, min(_REQUESTS * rounds, _MOST_REQUESTS) // per_row)
+
+
+def windows(rows: Iterable[Row], size: int) -> Iterator[tuple[int, list[Row]]]:
+    """Cuts rows into numbered windows."""
+    source = iter(rows)
+    number = 0
+    while window := list(islice(source, size)):
+        yield number, window
+        number += 1
+
+
+def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int, store: PartStore) -> int:
+    """Scores every window of this shard that has no part yet. Returns the number of windows of the input.
+
+    `read` gives the rows from the first on. The counts of parts that were there already are added to `job.stats`. A
+    worker passes over windows that others have claimed, and comes back for those whose worker died.
+    """
+    seen: set[int] = set()
+    while True:
+        count, claimed = 0, 0
+        for number, window in windows(read(), size):
+            count = number + 1
+            if not store.mine(number) or number in seen:
+                continue
+            with store.claim(number) as may_score:
+                if store.has(number):
+                    job.stats.add(store.header(number)["counts"])
+                elif may_score:
+                    _score_window(job, number, window, store)
+                else:
+                    claimed += 1
+                    continue
+            seen.add(number)
+        if not claimed:
+            store.end(count)
+            return count
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _score_window(job: PrefillJob, number: int, window: list[Row], store: PartStore) -> None:
+    lines = _Lines()
+    before, known = job.stats.counts(), len(job.stats.first_errors)
+    job.run(window, lines)
+    after = job.stats.counts()
+    header = {
+        "window": number,
+        "counts": {name: after[name] - before[name] for name in after},
+        "first_errors": job.stats.first_errors[known:],
+    }
+    with store.open_part(number) as part:
+        part.write(encode_row(header))
+        for line in lines.held:
+            part.write(line)
+
+
+class _Lines(RowSink):
+    """Holds the lines of one window, which are few, until the counts that stand before them are known."""
+
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
+
+    def write(self, line: bytes) -> None:
+        self.held.append(line)
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass

@@ -1,0 +1,186 @@
+"""Runs in parts: killed anywhere they go on to the same bytes, sharded they merge to the same bytes."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import moelora.jobs.writer as writer
+from fake_engine import FakeEngine
+from moelora.errors import ConfigError
+from moelora.jobs.fingerprint import changed, run_fingerprint
+from moelora.jobs.parts import PartStore, merge_lines, parse_shard
+from moelora.jobs.rows import parse_rows
+from moelora.jobs.run import JobOptions, PrefillJob
+from moelora.jobs.text import TextEncoder
+from moelora.jobs.windows import run_into_parts, window_rows
+
+PRINT = {"input": "a", "option top_k": "0"}
+ROWS = 23
+SIZE = 4
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing that catches `Exception` sees it."""
+
+
+class CountingEngine(FakeEngine):
+    """Counts what it scores, by row."""
+
+    def __init__(self):
+        super().__init__(adapters={"A": "/a", "B": "/b"})
+        self.scored = []
+
+    def score_stream(self, requests):
+        def watched():
+            for request in requests:
+                self.scored.append((tuple(request.token_ids), request.adapter))
+                yield request
+
+        return super().score_stream(watched())
+
+
+def lines():
+    for number in range(1, ROWS + 1):
+        row = {"id": f"r{number}", "prompt_token_ids": [20 + number, 21, 22 + number % 3]}
+        yield number, b"not json" if number == 9 else json.dumps(row).encode()
+
+
+def run(folder: Path, engine: FakeEngine, **shard: int) -> int:
+    job = PrefillJob(engine, TextEncoder(None), JobOptions(with_base=True))
+    with PartStore(folder, PRINT, **shard) as store:
+        count = run_into_parts(job, lambda: parse_rows(lines()), SIZE, store)
+    run.stats = job.stats
+    return count
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder, CountingEngine())
+    return b"".join(merge_lines(folder)), run.stats.counts()
+
+
+def make_fragile(patch: pytest.MonkeyPatch, calls: int) -> None:
+    """Lets the process die at the call after `calls` of those that touch the disk or the engine."""
+    left = [calls]
+
+    def fragile(function):
+        def call(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    patch.setattr(writer.os, "fsync", fragile(os.fsync))
+    patch.setattr(writer.os, "replace", fragile(os.replace))
+    patch.setattr(writer.AtomicFile, "write", fragile(writer.AtomicFile.write))
+    patch.setattr(FakeEngine, "check", fragile(FakeEngine.check))
+    # A killed process removes nothing on its way out.
+    patch.setattr(writer.Path, "unlink", lambda self, missing_ok=False: None)
+
+
+def test_killed_at_200_random_moments_a_run_goes_on_to_the_same_bytes(whole, tmp_path):
+    rng = random.Random(0)
+    deaths = 0
+    for attempt in range(200):
+        folder = tmp_path / str(attempt)
+        with pytest.MonkeyPatch.context() as patch:
+            make_fragile(patch, rng.randrange(200))
+            try:
+                run(folder, CountingEngine())
+            except Killed:
+                deaths += 1
+        safe = {int(p.stem[5:]) for p in folder.glob("part-*.jsonl")}
+        engine = CountingEngine()
+        run(folder, engine)
+        assert b"".join(merge_lines(folder)) == whole[0]
+        assert run.stats.counts() == whole[1]
+        scored_again = {(ids[0] - 21) // SIZE for ids, _ in engine.scored}
+        assert not scored_again & safe, "a row of a finished part was scored again"
+    assert deaths > 150
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 7])
+def test_shards_merge_to_the_single_run(whole, tmp_path, shards):
+    for shard in reversed(range(shards)):
+        with pytest.raises(ConfigError, match=r"have not finished|manifest"):
+            list(merge_lines(tmp_path))
+        run(tmp_path, CountingEngine(), shard=shard, shards=shards)
+    assert b"".join(merge_lines(tmp_path)) == whole[0]
+
+
+def test_a_missing_part_is_named(tmp_path):
+    run(tmp_path, CountingEngine())
+    (tmp_path / "part-00000002.jsonl").unlink()
+    with pytest.raises(ConfigError, match="part 2 of 6 is missing"):
+        list(merge_lines(tmp_path))
+
+
+def test_a_second_process_is_refused(tmp_path):
+    with PartStore(tmp_path, PRINT), pytest.raises(ConfigError, match="in use by another run"):
+        PartStore(tmp_path, PRINT)
+    PartStore(tmp_path, PRINT).close()
+
+
+def test_a_changed_run_is_refused_by_name_unless_overwritten(tmp_path):
+    run(tmp_path, CountingEngine())
+    with pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):
+        PartStore(tmp_path, {**PRINT, "option top_k": "3"})
+    with pytest.raises(ConfigError, match=r"shards \(1 before, 2 now\)"):
+        PartStore(tmp_path, PRINT, shards=2)
+    with PartStore(tmp_path, {**PRINT, "option top_k": "3"}, overwrite=True) as store:
+        assert store.finished() == 0
+
+
+def test_the_fingerprint_sees_content(tmp_path):
+    model, adapter, source = tmp_path / "model", tmp_path / "adapter", tmp_path / "in.jsonl"
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "x.safetensors").write_bytes(bytes(1000))
+    source.write_text("{}")
+
+    def now():
+        return run_fingerprint(model=model, adapters={"A": adapter}, input_file=source, options={"top_k": 1})
+
+    before = now()
+    assert changed(before, now()) == []
+    (adapter / "x.safetensors").write_bytes(bytes(999) + b"\x01")
+    assert changed(before, now()) == ["adapter A"]
+    source.write_text("{ }")
+    assert changed(before, now()) == ["adapter A", "input"]
+    (model / "x.safetensors").write_bytes(bytes(1001))
+    (model / "tokenizer.json").write_text("{}")
+    assert changed(before, now()) == ["adapter A", "input", "model", "tokenizer"]
+    assert changed(before, {**before, "adapter B": "x"}) == ["adapter B (new)"]
+
+
+def test_window_rows():
+    assert window_rows(0, 1) == 4096
+    assert window_rows(8, 8) == 512
+    assert window_rows(50, 8) == 28672 // 50
+    assert window_rows(100_000, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "expected"),
+    [
+        (None, {}, None),
+        ("1/4", {}, (1, 4)),
+        ("auto", {"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
+        ("auto", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)),
+    ],
+)
+def test_parse_shard(text, environment, expected):
+    assert parse_shard(text, environment) == expected
+
+
+@pytest.mark.parametrize("text", ["4/4", "-1/2", "1", "a/b", "1/0", "auto"])
+def test_bad_shards(text):
+    with pytest.raises(ConfigError, match="shard"):
+        parse_shard(text, {})
