@@ -273,7 +273,7 @@ def test_missing_arguments_are_usage_errors(command: Command, capfd: pytest.Capt
         (["prefill", "m", "--output", "x"], "Missing option '--input'"),
         (["prefill", str(command.model), "--input", str(command.input)], "--output is missing"),
         (["prefil"], "No such command"),
-        (["plan", "m"], "No such command"),
+        (["serve", "m"], "No such command"),
     ]:
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import moelora.engine
+import moelora.jobs.plan
+import moelora.options
 from moelora import BASE_ADAPTER, EngineOptions, GraphMode, Phase, PrefillEngine, Request, RunMode
 from moelora.backends.base import Capabilities, PhaseError
 from moelora.backends.torch_reference import TorchBackend
@@ -19,6 +21,7 @@ from moelora.capacity import EagerReason, PrefillCapacity
 from moelora.graphs.buffers import StaticInputs
 from moelora.graphs.recorder import Recorder, Recording
 from moelora.graphs.select import select_runner
+from moelora.jobs.plan import PlanningEngine
 from moelora.types import BASE_SLOT
 from tiny_models import VOCAB, peft_adapter, save_model
 
@@ -102,7 +105,7 @@ def world(tmp_path_factory):
 
 
 def make_engine(world, monkeypatch, mode, recorder=FakeRecorder, names=NAMES, **options):
-    monkeypatch.setattr(moelora.engine, "get_backend", lambda name: CapturableTorchBackend())
+    monkeypatch.setattr(moelora.options, "get_backend", lambda name: CapturableTorchBackend())
     monkeypatch.setattr(moelora.engine, "select_runner", lambda wanted: select_runner(wanted, recorder))
     options = {"max_tokens": 64, "buckets": BUCKETS, **options}
     return PrefillEngine(
@@ -110,6 +113,27 @@ def make_engine(world, monkeypatch, mode, recorder=FakeRecorder, names=NAMES, **
         adapters={n: world / n for n in names},
         options=EngineOptions(device="cpu", graph=mode, **options),
     )
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
+@pytest.mark.parametrize("names", [NAMES, ["saved"], []])
+def test_a_plan_foresees_graphs_and_fallbacks(world, monkeypatch, mode, names):
+    rows = [row(1 + 13 * i % 70, [*names, BASE_ADAPTER][i % (len(names) + 1)], i) for i in range(40)]
+    rows += [row(1, start=i) for i in range(60)]
+    engine = make_engine(world, monkeypatch, mode, names=names)
+    original = moelora.jobs.plan.graphs_blocked
+    monkeypatch.setattr(
+        moelora.jobs.plan, "graphs_blocked", lambda **facts: original(**{**facts, "has_graph_device": True})
+    )
+    planned = PlanningEngine(world / "model", adapters={n: world / n for n in names}, options=engine.options)
+    for some in (rows[:7], rows, rows[3:4]):
+        engine.score(some)
+        list(planned.score_stream(some))
+    told, foreseen = engine.report(), planned.report()
+    shared = (set(told) & set(foreseen)) - {"memory"}
+    assert {key: foreseen[key] for key in shared} == {key: told[key] for key in shared}
+    assert foreseen["graph_mode"] == told["graphs"]["mode"]
+    assert foreseen["eager_reasons"]
 
 
 @pytest.fixture(scope="module")

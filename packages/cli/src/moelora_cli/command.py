@@ -79,3 +79,11 @@ def say_error(message: str, ctx: click.Context | None = None) -> None:
     if ctx is not None and ctx.meta.get("moelora.debug") and sys.exc_info()[0] is not None:
         traceback.print_exc()
     click.echo(f"error: {message}", err=True)
+
+
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}"
+    return f"{count} bytes"

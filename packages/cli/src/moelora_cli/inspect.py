@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moelora.errors import ConfigError, MoeloraError
-from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand
+from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand, size
 
 if TYPE_CHECKING:
     from moelora.adapters.base import Catalogue
@@ -148,13 +148,13 @@ def _target_lines(targets: list[dict[str, Any]]) -> list[str]:
         parts += [f"rank {', '.join(map(str, ranks))}"] if ranks else []
         parts += [f"scale {', '.join(f'{scale:g}' for scale in scales)}"] if scales else []
         count = f"{len(sizes)} × " if len(sizes) > 1 else ""
-        lines.append(f"  {name:<{width}}  {'  '.join(parts)}  {count}{_size(sum(sizes) // len(sizes))}")
+        lines.append(f"  {name:<{width}}  {'  '.join(parts)}  {count}{size(sum(sizes) // len(sizes))}")
     return lines
 
 
 def _shown(key: str, value: Any) -> str:
     if key.endswith(("bytes", "bytes_per_slot")):
-        return _size(value)
+        return size(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
@@ -162,10 +162,3 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return f"no: {value}" if key == "packs_requests" else str(value)
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

@@ -15,7 +15,9 @@ from moelora_cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, say
 from moelora_cli.env import env
 from moelora_cli.inspect import inspect
 from moelora_cli.merge import merge
+from moelora_cli.plan import plan
 from moelora_cli.prefill import prefill
+from moelora_cli.verify import verify
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -28,6 +30,8 @@ def cli() -> None:
 
 
 cli.add_command(prefill)
+cli.add_command(plan)
+cli.add_command(verify)
 cli.add_command(inspect)
 cli.add_command(merge)
 cli.add_command(env)

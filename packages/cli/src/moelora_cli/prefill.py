@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from io import BytesIO
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -18,6 +13,16 @@ import click
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
+from moelora_cli.options import (
+    engine_options,
+    engine_options_of,
+    job_options_of,
+    model_options,
+    quiet_libraries,
+    row_options,
+    score_options,
+    stdout_for_results,
+)
 from moelora_cli.parts import RefusedOutputError, score_in_parts
 from moelora_cli.progress import Progress
 from moelora_cli.workers import check_devices, score_with_workers
@@ -27,47 +32,9 @@ if TYPE_CHECKING:
     from moelora.jobs.run import JobOptions, JobStats
     from moelora.jobs.text import TextEncoder
 
-_POSITIVE = click.IntRange(min=1)
-
-
-class DeviceType(click.ParamType):
-    """auto, cpu, cuda or cuda:N."""
-
-    name = "device"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuses what cannot name a device; whether the device is there, the engine finds out."""
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
-            self.fail(f"{value!r} is no device; valid: auto, cpu, cuda, cuda:N", param, ctx)
-        return str(value)
-
-
-class BucketsType(click.ParamType):
-    """Token counts, ascending, joined by commas."""
-
-    name = "buckets"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """A tuple of ascending positive integers."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
-            self.fail(f"{value!r} is no list of token counts like 16,64,256", param, ctx)
-        sizes = tuple(int(part) for part in parts)
-        if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
-            self.fail(f"{value!r}: token counts must be positive and ascend", param, ctx)
-        return sizes
-
 
 @click.command(cls=MoeloraCommand, short_help="Score prompts under a base model and its adapters.")
-@click.argument("model")
-@click.option(
-    "--adapters",
-    multiple=True,
-    metavar="NAME=PATH|FOLDER|FILE.jsonl",
-    help="An adapter, a folder of adapters, or a list with name and path; repeatable.",
-)
+@model_options
 @click.option(
     "--input",
     "input_",
@@ -76,30 +43,9 @@ class BucketsType(click.ParamType):
     help="Rows: JSON Lines or Parquet; - is standard input.",
 )
 @click.option("--output", metavar="FILE|-", help="Scores: JSON Lines or Parquet; - is standard output.")
-@click.option("--default-adapter", metavar="NAME", help="For rows that name none: a name, * or __base__.")
-@click.option("--with-base", is_flag=True, help="Let * include the base model.")
-@click.option("--logprobs", type=click.Choice(["sum", "tokens"]), default="sum", show_default=True)
-@click.option("--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Best tokens after the prompt.")
-@click.option("--max-length", type=_POSITIVE, help="Most tokens of a prompt with its longest choice.")
-@click.option("--on-long", type=click.Choice(["error", "truncate-left"]), default="error", show_default=True)
-@click.option("--backend", default="auto", show_default=True, metavar="auto|triton|csgmv|torch")
-@click.option("--graph", type=click.Choice(["auto", "full", "breakable", "off"]), default="auto", show_default=True)
-@click.option("--device", type=DeviceType(), metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
-)
-@click.option("--max-tokens", type=_POSITIVE, help="Most tokens of one batch.")
-@click.option("--max-requests", type=_POSITIVE, help="Most requests of one batch.")
-@click.option("--slots", type=_POSITIVE, help="Adapters that lie on the device at once.")
-@click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for.")
-@click.option("--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True)
-@click.option("--batch-invariant", is_flag=True, help="Same bits for a row, whatever shares its batch.")
-@click.option(
-    "--lora-b-layout",
-    type=click.Choice(["rank_major", "grouped_by_expert"]),
-    help="Column order of B in adapters of fused experts that do not state it.",
-)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy.")
+@row_options
+@score_options
+@engine_options
 @click.option(
     "--devices",
     metavar="all|0,1|cpu:N",
@@ -122,11 +68,12 @@ def prefill(**options: Any) -> int:
     MODEL is a checkpoint folder or a model in the Hugging Face cache. A row is a JSON object with one of prompt,
     prompt_token_ids or messages, and optionally id, adapter, choices or choices_token_ids, metadata.
     """
-    with _stdout_for_results() as stdout:
+    unused = options["output"] not in (None, "-") and not options["dry_run"]
+    with stdout_for_results(unused=unused) as stdout:
         return _prefill(options, stdout)
 
 
-def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
+def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.parts import parse_shard
@@ -134,15 +81,11 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
-    if stdout is None:  # closed by whoever started us
-        if options["output"] == "-" or options["dry_run"]:
-            raise ConfigError("standard output is closed; give --output FILE")
-        stdout = BytesIO()
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
-    job_options = _job_options(options, list(adapters))
+    job_options = job_options_of(options, list(adapters))
     with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
-        _quiet_libraries()
+        quiet_libraries()
         from moelora.jobs.text import load_encoder
 
         encoder = load_encoder(options["model"])
@@ -205,24 +148,11 @@ def _read_rows(source: str) -> Iterator[Row]:
 
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
-    from moelora.engine import EngineOptions, PrefillEngine
-    from moelora.types import GraphMode
+    from moelora.engine import PrefillEngine
 
-    engine_options = EngineOptions(
-        backend=options["backend"],
-        graph=GraphMode(options["graph"]),
-        device=options["device"],
-        dtype=options["dtype"],
-        max_tokens=options["max_tokens"],
-        max_requests=options["max_requests"],
-        slots=options["slots"],
-        buckets=options["buckets"],
-        load_format=options["load_format"],
-        batch_invariant=options["batch_invariant"],
-        lora_b_layout=options["lora_b_layout"],
-        seed=options["seed"],
+    return PrefillEngine(
+        options["model"], adapters=adapters, options=engine_options_of(options), on_event=progress.event
     )
-    return PrefillEngine(options["model"], adapters=adapters, options=engine_options, on_event=progress.event)
 
 
 def _dry_run(
@@ -280,21 +210,6 @@ def _in_parts(options: dict[str, Any]) -> bool:
     return options["shard"] is not None or not os.path.exists(options["output"]) or os.path.isfile(options["output"])
 
 
-def _job_options(options: dict[str, Any], names: list[str]) -> JobOptions:
-    from moelora.jobs.run import JobOptions, default_adapters
-
-    job_options = JobOptions(
-        default_adapter=options["default_adapter"],
-        with_base=options["with_base"],
-        logprobs=options["logprobs"],
-        top_k=options["top_k"],
-        max_length=options["max_length"],
-        on_long=options["on_long"],
-    )
-    default_adapters(job_options, names)
-    return job_options
-
-
 def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, Any]:
     """The options as the report keeps them."""
     asked = {key.strip("_"): value for key, value in options.items() if key not in ("adapters", "quiet", "dry_run")}
@@ -325,21 +240,3 @@ def tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: 
             progress.say(f"… and {stats.error_rows - len(stats.first_errors):,} more in the output")
     for warning in stats.warnings:
         progress.say(f"warning: {warning}")
-
-
-@contextlib.contextmanager
-def _stdout_for_results() -> Any:
-    """Keeps standard output for results: what libraries print goes to stderr meanwhile."""
-    stdout = None if sys.stdout is None else sys.stdout.buffer
-    with contextlib.redirect_stdout(sys.stderr):
-        yield stdout
-
-
-def _quiet_libraries() -> None:
-    """Keeps bars and hints of the libraries off stderr; their warnings and errors stay."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -6,6 +6,7 @@ Everything that is allocated once and replayed later is sized here, from capacit
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -75,6 +76,11 @@ class PrefillCapacity:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 
+    @property
+    def bank_slots(self) -> int:
+        """Slots that the bank has: one even without adapters, so that nothing has to know of an empty bank."""
+        return max(self.slots, 1)
+
     def request_slots(self, mode: GraphMode) -> int:
         """Request slots S of the metadata: `full_max_requests` in full mode, else `min(max_tokens, max_requests)`."""
         if mode is GraphMode.FULL:
@@ -121,6 +127,32 @@ def bucket_for(tokens: int, buckets: tuple[int, ...]) -> int | None:
     """The smallest of the ascending `buckets` that holds `tokens`, or None."""
     index = bisect_left(buckets, tokens)
     return buckets[index] if index < len(buckets) else None
+
+
+def graphs_blocked(
+    *,
+    mode: GraphMode,
+    has_graph_device: bool,
+    packs: bool,
+    has_replacements: bool,
+    graph_modes: Collection[GraphMode],
+) -> EagerReason | None:
+    """Why a whole run is eager, or None if graphs can be captured.
+
+    packs: the architecture takes several requests per forward. has_replacements: an adapter replaces whole modules.
+    graph_modes: what the backend supports.
+    """
+    if mode is GraphMode.OFF:
+        return EagerReason.GRAPH_OFF
+    if not has_graph_device:
+        return EagerReason.NO_GRAPH_DEVICE
+    if not packs:
+        return EagerReason.PACKING_NOT_SUPPORTED
+    if has_replacements:
+        return EagerReason.ADAPTER_NOT_CAPTURABLE
+    if not graph_modes:
+        return EagerReason.BACKEND_NOT_CAPTURABLE
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from operator import index as as_integer
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -16,15 +15,14 @@ import torch
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.loader import load_adapter
-from moelora.backends import backend_names, get_backend
-from moelora.backends.base import Backend, DenseSlots, RowScores
+from moelora.backends.base import DenseSlots, RowScores
 from moelora.batching.packing import pack
-from moelora.batching.planner import BatchLimits, PlannedBatch, assign_slots, plan
+from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
 from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
-from moelora.capacity import EagerReason, PrefillCapacity, default_buckets
+from moelora.capacity import EagerReason
 from moelora.environment import resolve_device, versions
-from moelora.errors import AdapterError, CheckpointError, ConfigError, RequestError, choose_from
+from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, select_runner
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
@@ -32,49 +30,18 @@ from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
 from moelora.models.substitutes import Substitutes, install_substitutes
+from moelora.options import (
+    WINDOW_REQUESTS,
+    EngineOptions,
+    batch_limits,
+    choose_backend,
+    derive_buckets,
+    derive_capacity,
+)
+from moelora.requests import check_request, count_tokens
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
-from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result, RunMode
-
-# Requests that are planned together: enough to group adapters, few enough to keep memory flat.
-_WINDOW_REQUESTS = 65_536
-
-_DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
-_MAX_DEFAULT_SLOTS = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How to run. None means: derived from the device, the model and the adapters.
-
-    backend: auto, or a name of `moelora.backends.backend_names()`. device: auto, cpu, cuda, cuda:N. dtype: auto,
-    bfloat16, float16, float32; auto is the checkpoint's own on CUDA and float32 on the CPU. max_tokens, max_requests:
-    the budget of one batch. slots: adapters on the device at once. buckets: token counts to capture. load_format: auto
-    or dummy (random weights from the config alone, seeded by `seed`). score_chunk_rows: rows of logits held at once.
-    lora_b_layout: "rank_major" or "grouped_by_expert" where an adapter of fused experts does not say which it is.
-    """
-
-    backend: str = "auto"
-    graph: GraphMode = GraphMode.AUTO
-    device: str = "auto"
-    dtype: str = "auto"
-    max_tokens: int | None = None
-    max_requests: int | None = None
-    slots: int | None = None
-    buckets: tuple[int, ...] | None = None
-    load_format: str = "auto"
-    batch_invariant: bool = False
-    score_chunk_rows: int | None = None
-    lora_b_layout: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_requests", "slots", "score_chunk_rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.load_format not in {"auto", "safetensors", "dummy"}:
-            raise ConfigError(choose_from("load format", self.load_format, ["auto", "safetensors", "dummy"]))
+from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result, RunMode
 
 
 class PrefillEngine:
@@ -100,14 +67,20 @@ class PrefillEngine:
         self._device = resolve_device(options.device)
         self._lock = RLock()
         torch.manual_seed(options.seed)
-        self._backend = _choose_backend(options, self._device)
+        self._backend = choose_backend(options, self._device)
         source = open_base(model, load_format=options.load_format)
         self._catalogue = build_catalogue(source.skeleton())
         # Adapters come first: a bad one is refused before minutes are spent on the base.
         self._adapters = self._load_adapters(adapters or {}, source, say)
         say(f"loading base model {model}")
         self._base = load_base(source, device=self._device, dtype=options.dtype)
-        self._capacity = self._plan_capacity()
+        self._capacity = derive_capacity(
+            options,
+            self._device,
+            packs=self._base.architecture.packs,
+            adapters=self._adapters.values(),
+            backend=self._backend.capabilities,
+        )
         self._prepare_backend()
         # Before LoRA is hooked in: a substitute is compared with the bare module.
         ops = self._backend.fused_ops
@@ -117,7 +90,7 @@ class PrefillEngine:
         self._bank = AdapterBank(
             self._catalogue,
             BankLayout.of(self._adapters.values()),
-            slots=max(self._capacity.slots, 1),
+            slots=self._capacity.bank_slots,
             device=self._device,
             dtype=self._base.dtype,
         )
@@ -165,31 +138,10 @@ class PrefillEngine:
         return self._catalogue
 
     def check(self, request: Request) -> str | None:
-        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised."""
-        problem = _malformed(request)
-        if problem:
-            return problem
-        if request.adapter != BASE_ADAPTER and request.adapter not in self._adapters:
-            return choose_from("adapter", request.adapter, [*self._adapters, BASE_ADAPTER])
-        if not len(request.token_ids):
-            return "the prompt has no tokens"
-        empty = [i for i, choice in enumerate(request.choices) if not len(choice)]
-        if empty:
-            return f"choice {empty[0]} has no tokens"
-        vocab_size = self.vocab_size
-        for ids in (request.token_ids, *request.choices):
-            if min(ids) < 0 or max(ids) >= vocab_size:
-                outside = next(t for t in ids if not 0 <= t < vocab_size)
-                return f"token id {outside} is outside the vocabulary [0, {vocab_size})"
-        # The last choice token is predicted but never read, yet counting it keeps the rule simple to state.
-        longest = len(request.token_ids) + max((len(c) for c in request.choices), default=0)
-        if self.max_positions is not None and longest > self.max_positions:
-            return f"{longest} tokens are more than the model's {self.max_positions} positions"
-        if not 0 <= request.top_k <= self.vocab_size:
-            return f"top_k {request.top_k} is outside [0, {self.vocab_size}]"
-        if not 0 <= request.score_from <= len(request.token_ids):
-            return f"score_from {request.score_from} is outside [0, {len(request.token_ids)}]"
-        return None
+        """Why a request cannot be scored, or None if it can."""
+        return check_request(
+            request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
+        )
 
     def score(self, requests: Iterable[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
         """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
@@ -211,16 +163,16 @@ class PrefillEngine:
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
         """Yields (index, result) as batches finish, in any order. A bad request yields a result with `error`."""
         numbered = enumerate(requests)
-        while window := list(islice(numbered, _WINDOW_REQUESTS)):
+        while window := list(islice(numbered, WINDOW_REQUESTS)):
             builders: dict[int, ResultBuilder] = {}
             for index, request in window:
                 reason = self.check(request)
                 if reason:
-                    yield index, Result(num_tokens=_count(request), error=reason)
+                    yield index, Result(num_tokens=count_tokens(request), error=reason)
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
-            for batch in plan(sequences, self._limits()):
+            for batch in plan(sequences, batch_limits(self._capacity)):
                 yield from self._score_or_split(batch, builders)
 
     def report(self) -> dict[str, Any]:
@@ -280,26 +232,6 @@ class PrefillEngine:
             )
         return adapters
 
-    def _plan_capacity(self) -> PrefillCapacity:
-        max_tokens = self.options.max_tokens or _DEFAULT_TOKENS[self._device.type]
-        max_requests = min(self.options.max_requests or max_tokens, max_tokens)
-        if not self._base.architecture.packs:
-            max_requests = 1
-        slots = min(self.options.slots or _MAX_DEFAULT_SLOTS, len(self._adapters))
-        max_rank = max((a.max_rank for a in self._adapters.values()), default=0)
-        limit = self._backend.capabilities.max_rank
-        if limit is not None and max_rank > limit:
-            raise ConfigError(
-                f"an adapter has rank {max_rank}; backend {self._backend.capabilities.name} goes up to {limit}"
-            )
-        return PrefillCapacity(
-            max_tokens=max_tokens,
-            max_requests=max_requests,
-            full_max_requests=min(max_requests, max(max_tokens // 16, 1)),
-            slots=slots,
-            max_rank=max_rank,
-        )
-
     def _prepare_backend(self) -> None:
         self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
         shapes = moe_shapes(self._base.causal_lm, self._base.text_config, self._ranks())
@@ -322,10 +254,6 @@ class PrefillEngine:
         return dict(BankLayout.of(self._adapters.values()).ranks)
 
     def _select_runner(self, say: Callable[[str], None]) -> Selection:
-        tokens = self._capacity.max_tokens
-        buckets = self.options.buckets or default_buckets(tokens)
-        if max(buckets) > tokens or min(buckets) < 1:
-            raise ConfigError(f"buckets must lie in [1, max_tokens = {tokens}], got {', '.join(map(str, buckets))}")
         return select_runner(
             RunnerRequest(
                 base=self._base,
@@ -333,7 +261,7 @@ class PrefillEngine:
                 phase=Phase.PREFILL,
                 mode=self.options.graph,
                 capacity=self._capacity,
-                buckets=buckets,
+                buckets=derive_buckets(self.options, self._capacity),
                 has_adapters=bool(self._adapters),
                 has_replacements=bool(self._bank.layout.replaced),
                 on_event=say,
@@ -355,13 +283,6 @@ class PrefillEngine:
         self._installed.check_all_called()
 
     # Scoring.
-
-    def _limits(self) -> BatchLimits:
-        return BatchLimits(
-            max_tokens=self._capacity.max_tokens,
-            max_sequences=self._capacity.max_requests,
-            max_adapters=self._bank.num_slots,
-        )
 
     def _score_or_split(
         self, planned: PlannedBatch, builders: dict[int, ResultBuilder]
@@ -419,11 +340,9 @@ class PrefillEngine:
 
     def _make_resident(self, planned: PlannedBatch) -> dict[str, int]:
         """Loads what the batch needs; the slots of the whole round are chosen together, so that none is taken twice."""
-        needed = {s.adapter for s in planned.sequences}
         slot_of = assign_slots(planned.adapters, self._bank.residents)
-        for name, slot in slot_of.items():
-            if name in needed and self._bank.residents[slot] != name:
-                self._bank.load(slot, self._adapters[name])
+        for name in due_loads(planned, slot_of, self._bank.residents):
+            self._bank.load(slot_of[name], self._adapters[name])
         return slot_of
 
     def _score_rows(self, sequences: Sequence[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
@@ -441,61 +360,3 @@ class PrefillEngine:
             torch.tensor(row_slots, dtype=torch.int32),
             top_k=max(s.top_k for s in sequences),
         )
-
-
-def _malformed(request: Request) -> str | None:
-    """What of a request has the wrong type. Arrays of numpy and tensors of torch may stand for sequences."""
-    if not isinstance(request, Request):
-        return f"must be a Request, got {type(request).__name__}"
-    if not isinstance(request.adapter, str):
-        return f"adapter must be a name, got {type(request.adapter).__name__}"
-    for name in ("top_k", "score_from"):
-        if not _is_integer(getattr(request, name)):
-            return f"{name} must be an integer, got {getattr(request, name)!r:.40}"
-    if not _is_sequence(request.choices):
-        return f"choices must be a sequence of sequences of integers, got {type(request.choices).__name__}"
-    named = [("token_ids", request.token_ids), *((f"choices[{i}]", c) for i, c in enumerate(request.choices))]
-    for name, ids in named:
-        if not _is_sequence(ids):
-            return f"{name} must be a sequence of integers, got {type(ids).__name__}"
-        if not set(map(type, ids)) <= {int}:  # the usual case, at the speed of C
-            wrong = [i for i, token in enumerate(ids) if not _is_integer(token)]
-            if wrong:
-                return f"{name}[{wrong[0]}] must be an integer, got {ids[wrong[0]]!r:.40}"
-    return None
-
-
-def _is_sequence(value: Any) -> bool:
-    if isinstance(value, str | bytes | bytearray):
-        return False
-    return isinstance(value, Sequence) or len(getattr(value, "shape", ())) > 0
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        as_integer(value)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(value, bool)
-
-
-def _count(request: Any) -> int:
-    """Tokens of a request that may be none."""
-    ids = getattr(request, "token_ids", ())
-    return len(ids) if _is_sequence(ids) else 0
-
-
-def _choose_backend(options: EngineOptions, device: torch.device) -> Backend:
-    # Off CUDA the Triton backends would run in their interpreter, which is for tests.
-    fastest = "triton" if device.type == "cuda" and "triton" in backend_names() else "torch"
-    name = options.backend if options.backend != "auto" else fastest
-    backend = get_backend(name)
-    if device.type not in backend.capabilities.device_types:
-        raise ConfigError(
-            f"backend {name!r} does not run on {device.type}; it runs on "
-            f"{', '.join(sorted(backend.capabilities.device_types))}. Valid on {device.type}: torch"
-        )
-    if options.batch_invariant and backend.fused_ops is None:
-        raise ConfigError(f"backend {name!r} does not run batch-invariantly; valid: triton or csgmv on CUDA")
-    backend.batch_invariant = options.batch_invariant
-    return backend

@@ -81,6 +81,37 @@ def load_adapter(
     Raises AdapterError, its message beginning with `path`, if any tensor or any configured field would be dropped, does
     not fit the model, is not finite, or overflows in `dtype`.
     """
+    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, values=True)
+
+
+def outline_adapter(
+    path: str | Path,
+    *,
+    name: str,
+    catalogue: Catalogue,
+    dtype: torch.dtype,
+    base_weight: BaseWeight | None = None,
+    lora_b_layout: str | None = None,
+    peft_version: str | None = None,
+) -> Adapter:
+    """`load_adapter` with factors that have shapes but no values (device "meta"), so that files are hardly read.
+
+    Whole weights are read, since only their values tell a replacement from a copy of the base's.
+    """
+    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, values=False)
+
+
+def _load(
+    path: str | Path,
+    name: str,
+    catalogue: Catalogue,
+    dtype: torch.dtype,
+    base_weight: BaseWeight | None,
+    lora_b_layout: str | None,
+    peft_version: str | None,
+    *,
+    values: bool,
+) -> Adapter:
     file = read_adapter(path)
     if file.config.refusals:
         raise AdapterError(joined_reasons(file.path, file.config.refusals))
@@ -93,7 +124,8 @@ def load_adapter(
         raise AdapterError(joined_reasons(file.path, problems))
     with TensorReader() as reader:
         loading = _Loading(file, reader, dtype)
-        factors = {plan.target.name: loading.factors(plan) for plan in planned.plans}
+        make = loading.factors if values else loading.outline
+        factors = {plan.target.name: make(plan) for plan in planned.plans}
         replacements, notes = _load_wholes(planned, loading, base_weight)
         _follow_tied(replacements, factors, context, file.path)
     return Adapter(
@@ -162,6 +194,10 @@ class _Loading:
                     f"{self.path}: {plan.target.name}: the factors of {plan.sources[0].name!r} hold nothing above "
                     f"{largest:g} and become zero in {str(self.dtype).removeprefix('torch.')}; give a wider --dtype"
                 )
+        return Factors(a=a, b=b)
+
+    def outline(self, plan: Plan) -> Factors:
+        a, b = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in (plan.a_shape, plan.b_shape))
         return Factors(a=a, b=b)
 
     def whole(self, info: TensorInfo) -> torch.Tensor:

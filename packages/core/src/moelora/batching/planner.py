@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -85,3 +85,9 @@ def assign_slots(needed: Seq[str], residents: Seq[str | None]) -> dict[str, int]
         if name not in slot_of:
             slot_of[name] = free.pop(0)
     return slot_of
+
+
+def due_loads(planned: PlannedBatch, slot_of: Mapping[str, int], residents: Seq[str | None]) -> list[str]:
+    """The adapters that must be loaded before the batch runs: those it needs itself, not yet in their slot."""
+    needed = {s.adapter for s in planned.sequences}
+    return [name for name, slot in slot_of.items() if name in needed and residents[slot] != name]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moelora.backends.base import Backend
-from moelora.capacity import EagerReason, PrefillCapacity
+from moelora.capacity import EagerReason, PrefillCapacity, graphs_blocked
 from moelora.graphs.base import GraphRunner
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
@@ -18,11 +18,12 @@ from moelora.graphs.recorder import CudaRecorder, Recorder
 from moelora.models.base_model import BaseModel
 from moelora.types import GraphMode, Phase
 
-_FALLBACKS = {
+FALLBACKS = {
     GraphMode.AUTO: (GraphMode.FULL, GraphMode.BREAKABLE),
     GraphMode.FULL: (GraphMode.FULL, GraphMode.BREAKABLE),
     GraphMode.BREAKABLE: (GraphMode.BREAKABLE,),
 }
+"""The modes to try, in order, by the mode that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def select_runner(wanted: RunnerRequest, make_recorder: Callable[[torch.device],
     if reason is not None:
         return Selection(runner=_eager(wanted, reason))
     notes: list[str] = []
-    for mode in _FALLBACKS[wanted.mode]:
+    for mode in FALLBACKS[wanted.mode]:
         if mode not in wanted.backend.capabilities.graph_modes:
             notes.append(f"backend {wanted.backend.capabilities.name} does not support {mode} graphs")
             continue
@@ -97,17 +98,13 @@ def select_runner(wanted: RunnerRequest, make_recorder: Callable[[torch.device],
 
 
 def _blocked(wanted: RunnerRequest, make_recorder: Callable[[torch.device], Recorder]) -> EagerReason | None:
-    if wanted.mode is GraphMode.OFF:
-        return EagerReason.GRAPH_OFF
-    if make_recorder is CudaRecorder and wanted.base.device.type != "cuda":
-        return EagerReason.NO_GRAPH_DEVICE
-    if not wanted.base.architecture.packs:
-        return EagerReason.PACKING_NOT_SUPPORTED
-    if wanted.has_replacements:
-        return EagerReason.ADAPTER_NOT_CAPTURABLE
-    if not wanted.backend.capabilities.graph_modes:
-        return EagerReason.BACKEND_NOT_CAPTURABLE
-    return None
+    return graphs_blocked(
+        mode=wanted.mode,
+        has_graph_device=make_recorder is not CudaRecorder or wanted.base.device.type == "cuda",
+        packs=wanted.base.architecture.packs,
+        has_replacements=wanted.has_replacements,
+        graph_modes=wanted.backend.capabilities.graph_modes,
+    )
 
 
 def _eager(wanted: RunnerRequest, reason: EagerReason) -> EagerRunner:

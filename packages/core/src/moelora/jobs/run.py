@@ -176,6 +176,15 @@ class PrefillJob:
                 sink.write(encode_row(dry_row(unit.row, unit.adapter, unit.encoded, unit.error)))
         return self.stats
 
+    def requests(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Request]]:
+        """What would be scored, in the order of the input, each with its row; other rows are counted as errors."""
+        for row in rows:
+            self.stats.rows += 1
+            for unit in self._units(row):
+                self._count(unit.error)
+                if unit.error is None:
+                    yield row, unit.request(self._options.top_k)
+
     def _requests(self, rows: Iterable[Row], sink: RowSink) -> Iterator[Request]:
         """The requests of all rows, in order; the place of each one's line is kept in `_waiting` by its number."""
         number = 0

@@ -85,6 +85,19 @@ class StreamSink:
             self._stream.close()
 
 
+class Discard:
+    """Takes lines and keeps none."""
+
+    def write(self, line: bytes) -> None:
+        """Takes one line."""
+
+    def __enter__(self) -> Discard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        pass
+
+
 def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> None:
     """Raises `ConfigError` if nothing could be written to `path`; writes nothing. "-" is standard output."""
     if str(path) == "-":

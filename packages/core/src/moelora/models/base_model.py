@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,22 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
         dtype=torch_dtype,
         skipped=tuple(sorted(skipped)),
     )
+
+
+def load_plain(source: BaseSource, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model as transformers alone runs it, with its eager attention and experts; nothing of moelora is plugged in.
+
+    Raises `CheckpointError`.
+    """
+    own: dict[str, Any] = {"attn_implementation": "eager"}
+    if source.model_class._can_set_experts_implementation():
+        own["experts_implementation"] = "eager"
+    config = copy.deepcopy(source.config)
+    if source.files is None:
+        causal_lm = _random_model(source.model_class, config, device, dtype, own)
+    else:
+        causal_lm, _ = _load_weights(replace(source, config=config), source.files, dtype, own)
+    return causal_lm.to(device).eval().requires_grad_(False)
 
 
 def read_config(folder: Path) -> Any:

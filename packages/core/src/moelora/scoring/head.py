@@ -65,11 +65,8 @@ class ScoringHead:
         """Rows of one chunk of logits, from what is free: model dtype and an fp32 copy, V wide each."""
         if self._chunk_rows is not None:
             return self._chunk_rows
-        budget = _CPU_CHUNK_BYTES
-        if self._base.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self._base.device)
-            budget = min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
-        return max(1, budget // (self._vocab * (self._base.dtype.itemsize + 4)))
+        free = torch.cuda.mem_get_info(self._base.device)[0] if self._base.device.type == "cuda" else None
+        return chunk_rows(self._vocab, self._base.dtype, free)
 
     def score(
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, *, top_k: int
@@ -178,6 +175,17 @@ def _best(logits_CV: torch.Tensor, rows_M: torch.Tensor, k: int) -> tuple[torch.
         ids.append(keys.mul_(vocab).add_(back_V).topk(k, dim=1).indices)
     top_id_MK = torch.cat(ids) if ids else rows_M.new_empty(0, k)
     return logits_CV[rows_M].gather(1, top_id_MK), top_id_MK
+
+
+def chunk_rows(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
+    """Rows of logits held at once. free: bytes free on a CUDA device, None on the CPU."""
+    budget = _CPU_CHUNK_BYTES if free is None else min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
+    return max(1, budget // row_bytes(vocab_size, dtype))
+
+
+def row_bytes(vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one row of logits while it is scored: in the model's dtype and in fp32."""
+    return vocab_size * (dtype.itemsize + 4)
 
 
 def _scalings(config: Any) -> list[tuple[float, float | None]]:

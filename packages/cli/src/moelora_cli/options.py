@@ -1,0 +1,175 @@
+"""Options that several commands take, and what each command makes of them. Imports click alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from moelora.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moelora.engine import EngineOptions
+    from moelora.jobs.run import JobOptions
+
+POSITIVE = click.IntRange(min=1)
+
+
+class DeviceType(click.ParamType):
+    """auto, cpu, cuda or cuda:N."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuses what cannot name a device; whether the device is there, the engine finds out."""
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+            self.fail(f"{value!r} is no device; valid: auto, cpu, cuda, cuda:N", param, ctx)
+        return str(value)
+
+
+class BucketsType(click.ParamType):
+    """Token counts, ascending, joined by commas."""
+
+    name = "buckets"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """A tuple of ascending positive integers."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(re.fullmatch(r"[0-9]{1,12}", part) for part in parts):
+            self.fail(f"{value!r} is no list of token counts like 16,64,256", param, ctx)
+        sizes = tuple(int(part) for part in parts)
+        if sizes[0] < 1 or any(b <= a for a, b in pairwise(sizes)):
+            self.fail(f"{value!r}: token counts must be positive and ascend", param, ctx)
+        return sizes
+
+
+def _all(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """One decorator for several options, which stand in the help in this order."""
+
+    def decorate(command: Any) -> Any:
+        for decorator in reversed(decorators):
+            command = decorator(command)
+        return command
+
+    return decorate
+
+
+model_options = _all(
+    click.argument("model"),
+    click.option(
+        "--adapters",
+        multiple=True,
+        metavar="NAME=PATH|FOLDER|FILE.jsonl",
+        help="An adapter, a folder of adapters, or a list with name and path; repeatable.",
+    ),
+)
+"""The base model and its adapters."""
+
+row_options = _all(
+    click.option("--default-adapter", metavar="NAME", help="For rows that name none: a name, * or __base__."),
+    click.option("--with-base", is_flag=True, help="Let * include the base model."),
+    click.option("--max-length", type=POSITIVE, help="Most tokens of a prompt with its longest choice."),
+    click.option("--on-long", type=click.Choice(["error", "truncate-left"]), default="error", show_default=True),
+)
+"""How rows become requests."""
+
+score_options = _all(
+    click.option("--logprobs", type=click.Choice(["sum", "tokens"]), default="sum", show_default=True),
+    click.option(
+        "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Best tokens after the prompt."
+    ),
+)
+"""What is said of each row."""
+
+engine_options = _all(
+    click.option("--backend", default="auto", show_default=True, metavar="auto|triton|csgmv|torch"),
+    click.option("--graph", type=click.Choice(["auto", "full", "breakable", "off"]), default="auto", show_default=True),
+    click.option("--device", type=DeviceType(), metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True),
+    click.option(
+        "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+    ),
+    click.option("--max-tokens", type=POSITIVE, help="Most tokens of one batch."),
+    click.option("--max-requests", type=POSITIVE, help="Most requests of one batch."),
+    click.option("--slots", type=POSITIVE, help="Adapters that lie on the device at once."),
+    click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for."),
+    click.option(
+        "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True
+    ),
+    click.option("--batch-invariant", is_flag=True, help="Same bits for a row, whatever shares its batch."),
+    click.option(
+        "--lora-b-layout",
+        type=click.Choice(["rank_major", "grouped_by_expert"]),
+        help="Column order of B in adapters of fused experts that do not state it.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy."),
+)
+"""How the engine runs."""
+
+
+def engine_options_of(options: dict[str, Any]) -> EngineOptions:
+    """What `engine_options` gave, for the engine."""
+    from moelora.engine import EngineOptions
+    from moelora.types import GraphMode
+
+    return EngineOptions(
+        backend=options["backend"],
+        graph=GraphMode(options["graph"]),
+        device=options["device"],
+        dtype=options["dtype"],
+        max_tokens=options["max_tokens"],
+        max_requests=options["max_requests"],
+        slots=options["slots"],
+        buckets=options["buckets"],
+        load_format=options["load_format"],
+        batch_invariant=options["batch_invariant"],
+        lora_b_layout=options["lora_b_layout"],
+        seed=options["seed"],
+    )
+
+
+def job_options_of(options: dict[str, Any], names: list[str]) -> JobOptions:
+    """What `row_options` gave, and `score_options` where the command has them. Refuses an unknown default adapter."""
+    from moelora.jobs.run import JobOptions, default_adapters
+
+    job_options = JobOptions(
+        default_adapter=options["default_adapter"],
+        with_base=options["with_base"],
+        logprobs=options.get("logprobs", "sum"),
+        top_k=options.get("top_k", 0),
+        max_length=options["max_length"],
+        on_long=options["on_long"],
+    )
+    default_adapters(job_options, names)
+    return job_options
+
+
+@contextlib.contextmanager
+def stdout_for_results(*, unused: bool = False) -> Iterator[BinaryIO]:
+    """Keeps standard output for results: what libraries print goes to stderr meanwhile.
+
+    Raises `ConfigError` if whoever started us has closed it, unless it goes `unused`.
+    """
+    if sys.stdout is None and not unused:
+        raise ConfigError("standard output is closed; give --output FILE")
+    stdout = BytesIO() if sys.stdout is None else sys.stdout.buffer
+    with contextlib.redirect_stdout(sys.stderr):
+        yield stdout
+
+
+def quiet_libraries() -> None:
+    """Keeps bars and hints of the libraries off stderr; their warnings and errors stay."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()

@@ -1,0 +1,148 @@
+"""`moelora plan`: what `prefill` with the same options would do. Loads no weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, BinaryIO
+
+import click
+
+from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, MoeloraCommand, size
+from moelora_cli.options import (
+    engine_options,
+    engine_options_of,
+    job_options_of,
+    model_options,
+    quiet_libraries,
+    row_options,
+    score_options,
+    stdout_for_results,
+)
+from moelora_cli.progress import Progress
+
+_PARTS = {
+    "base": "base weights",
+    "bank": "adapter slots",
+    "static": "metadata and expert scratch",
+    "scoring_chunk": "logits of one chunk",
+    "needed": "together",
+}
+
+
+@click.command(cls=MoeloraCommand, short_help="What prefill would do: batches, fallbacks, memory.")
+@model_options
+@click.option(
+    "--input", "input_", required=True, metavar="FILE|-", help="Rows: JSON Lines or Parquet; - is standard input."
+)
+@row_options
+@score_options
+@engine_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def plan(**options: Any) -> int:
+    """Shows what `moelora prefill` with the same options would do, without loading weights or scoring.
+
+    Reads the config, the headers of checkpoint and adapters, and all of --input. The exit code is that of the run as
+    far as it can be known: 3 if some rows have errors, 2 if something would be refused or does not fit on the device.
+    """
+    with stdout_for_results() as stdout:
+        return _plan(options, stdout)
+
+
+def _plan(options: dict[str, Any], stdout: BinaryIO) -> int:
+    from moelora.jobs.adapter_list import resolve_adapters
+    from moelora.jobs.reader import open_rows
+    from moelora.jobs.rows import parse_rows
+
+    adapters = resolve_adapters(options["adapters"])
+    job_options = job_options_of(options, list(adapters))
+    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+        quiet_libraries()
+        from moelora.jobs.plan import PlanningEngine
+        from moelora.jobs.run import PrefillJob
+        from moelora.jobs.text import load_encoder
+        from moelora.jobs.windows import window_rows, windows
+        from moelora.jobs.writer import Discard
+
+        encoder = load_encoder(options["model"])
+        engine = PlanningEngine(
+            options["model"], adapters=adapters, options=engine_options_of(options), on_event=progress.event
+        )
+        job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
+        progress.begin()
+        rows = parse_rows(lines)
+        if options["input_"] == "-":
+            job.run(rows, Discard())
+        else:  # which is scored in windows, so that it can be resumed
+            for _, window in windows(rows, window_rows(len(adapters) + 1, engine.slots)):
+                job.run(window, Discard())
+    stats = job.stats
+    facts: dict[str, Any] = {
+        "rows": stats.rows,
+        "output_rows": stats.output_rows,
+        "error_rows": stats.error_rows,
+        "first_errors": list(stats.first_errors),
+        "requests": stats.requests,
+        "tokens": stats.tokens,
+        "truncated_rows": stats.truncated_rows,
+        "truncated_tokens": stats.truncated_tokens,
+        "engine": engine.report(),
+    }
+    text = json.dumps(facts, indent=2, ensure_ascii=False) if options["as_json"] else "\n".join(_lines(facts))
+    stdout.write(text.encode() + b"\n")
+    stdout.flush()
+    if facts["engine"]["memory"]["fits"] is False:
+        return EXIT_REFUSED
+    return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """The plan for people."""
+    engine = facts["engine"]
+    share = engine["tokens"] / max(engine["batches"] * engine["max_tokens"], 1)
+    lines = [
+        ("model", f"{engine['architecture']} in {engine['dtype']} on {engine['device']}, backend {engine['backend']}"),
+        ("rows", f"{facts['rows']:,} in, {facts['output_rows']:,} out, {facts['error_rows']:,} with errors"),
+        (
+            "tokens",
+            f"{facts['tokens']:,} in {facts['requests']:,} requests; {engine['tokens']:,} run through the model",
+        ),
+        (
+            "batches",
+            f"{engine['batches']:,}, {share:.0%} full; "
+            f"at most {engine['max_tokens']:,} tokens and {engine['max_requests']:,} requests each",
+        ),
+    ]
+    if facts["truncated_rows"]:
+        lines.append(("cut", f"{facts['truncated_tokens']:,} tokens of {facts['truncated_rows']:,} rows"))
+    if not engine["packed"]:
+        lines.append(("alone", f"one request per batch: {engine['packing_reason']}"))
+    lines += [("graphs", line) for line in _graph_lines(engine)]
+    if engine["adapters"]:
+        loads = f"{engine['adapters']:,} in {engine['slots']:,} slots, loaded {engine['adapter_loads']:,} times in all"
+        lines.append(("adapters", f"{loads}; {size(engine['bytes_per_slot'])} per slot"))
+    lines += [("memory", line) for line in _memory_lines(engine["memory"])]
+    lines += [("row error", error) for error in facts["first_errors"]]
+    width = max(len(label) for label, _ in lines)
+    labels = ["" if i and lines[i - 1][0] == label else label for i, (label, _) in enumerate(lines)]
+    return [f"{label:<{width}}  {text}" for label, (_, text) in zip(labels, lines, strict=True)]
+
+
+def _graph_lines(engine: dict[str, Any]) -> list[str]:
+    from moelora.capacity import EagerReason
+
+    lines = [f"{one['count']:,} {one['mode']} at {one['bucket']}" for one in engine["passes"] if one["bucket"]]
+    if lines:
+        lines = [", ".join(lines), f"{engine['padding_share']:.1%} of the tokens in graphs and out of them are padding"]
+        lines.append("capture may fail, and auto runs eagerly where that is measured to be faster")
+    return lines + [f"{n:,} eager: {EagerReason(reason).text}" for reason, n in engine["eager_reasons"].items()]
+
+
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
+    lines = [f"{size(memory[key]):>10}  {text}" for key, text in _PARTS.items()]
+    lines.append(f"not counted: {', '.join(memory['not_counted'])}")
+    if memory["free"] is not None:
+        left = memory["free"] - memory["needed"]
+        said = f"fits, {size(left)} left for these" if memory["fits"] else f"does not fit, {size(-left)} too much"
+        lines.append(f"{said} ({size(memory['free'])} of {size(memory['total'])} are free)")
+    return lines

@@ -1,0 +1,206 @@
+"""What a run would do, found without weights: the run's own rows, checks, capacity and planner, and no forward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from moelora.adapters.bank import BankLayout
+from moelora.adapters.base import Adapter
+from moelora.adapters.loader import outline_adapter
+from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
+from moelora.batching.sequences import expand
+from moelora.capacity import Admission, EagerReason, admit, graphs_blocked
+from moelora.environment import resolve_device
+from moelora.graphs.select import FALLBACKS
+from moelora.memory import NOT_COUNTED, MemoryPlan, plan_memory
+from moelora.models.base_model import open_base, resolve_dtype
+from moelora.models.catalogue import build_catalogue
+from moelora.options import (
+    WINDOW_REQUESTS,
+    EngineOptions,
+    batch_limits,
+    choose_backend,
+    derive_buckets,
+    derive_capacity,
+)
+from moelora.requests import check_request
+from moelora.types import GraphMode, Phase, Request, Result, RunMode
+
+
+class PlanningEngine:
+    """Stands in for `PrefillEngine` in a job: plans every batch and counts it, and answers with empty results.
+
+    Refuses what the engine would refuse, except what only weights can tell. Reads the model's config, the headers of
+    its files and those of adapters. `report()` has the engine's keys, as far as they are known beforehand.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        adapters: Mapping[str, Path],
+        options: EngineOptions,
+        on_event: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._options = options
+        self._device = resolve_device(options.device)
+        self._backend = choose_backend(options, self._device)
+        self._source = open_base(model, load_format=options.load_format)
+        self._dtype = resolve_dtype(options.dtype, self._source.config, self._device)
+        skeleton = self._source.skeleton()
+        self._catalogue = build_catalogue(skeleton)
+        self._adapters: dict[str, Adapter] = {}
+        for name, path in adapters.items():
+            on_event(f"reading adapter {name} from {path}")
+            self._adapters[name] = outline_adapter(
+                path,
+                name=name,
+                catalogue=self._catalogue,
+                dtype=self._dtype,
+                base_weight=self._source.stored_tensor,
+                lora_b_layout=options.lora_b_layout,
+            )
+        self._layout = BankLayout.of(self._adapters.values())
+        self._capacity = derive_capacity(
+            options,
+            self._device,
+            packs=self._source.architecture.packs,
+            adapters=self._adapters.values(),
+            backend=self._backend.capabilities,
+        )
+        self._buckets = tuple(sorted(set(derive_buckets(options, self._capacity))))
+        self._mode, self._blocked = self._graphs()
+        self.memory: MemoryPlan = plan_memory(
+            skeleton,
+            self._catalogue,
+            self._adapters.values(),
+            backend=self._backend,
+            capacity=self._capacity,
+            device=self._device,
+            dtype=self._dtype,
+            score_chunk_rows=options.score_chunk_rows,
+        )
+        self._residents: list[str | None] = [None] * self._capacity.bank_slots
+        self._loads = 0
+        self._passes: Counter[tuple[RunMode, int | None]] = Counter()
+        self._eager_reasons: Counter[EagerReason] = Counter()
+        self._tokens = 0
+        self._padded_tokens = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """V: token ids lie in [0, V)."""
+        return int(self._source.config.get_text_config().vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None if the config names no limit."""
+        return getattr(self._source.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Names that a request may use besides `__base__`."""
+        return list(self._adapters)
+
+    @property
+    def slots(self) -> int:
+        """Adapters that lie on the device at once."""
+        return self._capacity.bank_slots
+
+    def check(self, request: Request) -> str | None:
+        """Why a request cannot be scored, or None if it can."""
+        return check_request(
+            request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
+        )
+
+    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+        """Plans window by window, as the engine does; a result says no more than the number of tokens."""
+        numbered = enumerate(requests)
+        while window := list(islice(numbered, WINDOW_REQUESTS)):
+            errors = {index: self.check(request) for index, request in window}
+            sequences = [s for index, request in window if errors[index] is None for s in expand(index, request)]
+            for batch in plan(sequences, batch_limits(self._capacity)):
+                self._count(batch)
+            for index, request in window:
+                yield index, Result(num_tokens=len(request.token_ids), error=errors[index])
+
+    def report(self) -> dict[str, Any]:
+        """Counts so far, and what would run where. All values are JSON types."""
+        architecture, memory = self._source.architecture, self.memory
+        return {
+            "model": str(self._source.folder),
+            "architecture": architecture.model_type,
+            "packed": architecture.packs,
+            "packing_reason": architecture.reason,
+            "device": str(self._device),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "backend": self._backend.capabilities.name,
+            "graph": str(self._options.graph),
+            "graph_mode": str(self._mode),
+            "buckets": list(self._buckets) if self._mode is not GraphMode.OFF else [],
+            "batches": sum(self._passes.values()),
+            "passes": [
+                {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
+                for (mode, bucket), count in sorted(self._passes.items(), key=str)
+            ],
+            "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
+            "tokens": self._tokens,
+            "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
+            "adapters": len(self._adapters),
+            "adapter_loads": self._loads,
+            "slots": self._capacity.slots,
+            "max_tokens": self._capacity.max_tokens,
+            "max_requests": self._capacity.max_requests,
+            "bytes_per_slot": self._layout.bytes_per_slot(self._catalogue, self._dtype),
+            "memory": {
+                "base": memory.base,
+                "bank": memory.bank,
+                "static": memory.static,
+                "scoring_chunk": memory.scoring_chunk,
+                "needed": memory.needed,
+                "free": memory.free,
+                "total": memory.total,
+                "fits": memory.fits,
+                "adapters_host": memory.adapters_host,
+                "not_counted": list(NOT_COUNTED),
+            },
+        }
+
+    def _graphs(self) -> tuple[GraphMode, EagerReason | None]:
+        """The mode that would be captured first, or OFF with the reason. Whether capture succeeds, only a run tells."""
+        modes = self._backend.capabilities.graph_modes
+        blocked = graphs_blocked(
+            mode=self._options.graph,
+            has_graph_device=self._device.type == "cuda",
+            packs=self._source.architecture.packs,
+            has_replacements=bool(self._layout.replaced),
+            graph_modes=modes,
+        )
+        if blocked is not None:
+            return GraphMode.OFF, blocked
+        possible = [mode for mode in FALLBACKS[self._options.graph] if mode in modes]
+        return (possible[0], None) if possible else (GraphMode.OFF, EagerReason.ARCHITECTURE_NOT_CAPTURABLE)
+
+    def _count(self, planned: PlannedBatch) -> None:
+        slot_of = assign_slots(planned.adapters, self._residents)
+        for name in due_loads(planned, slot_of, self._residents):
+            self._residents[slot_of[name]] = name
+            self._loads += 1
+        tokens = sum(s.num_tokens for s in planned.sequences)
+        admission = self._admit(tokens, len(planned.sequences))
+        mode = RunMode.EAGER if admission.reason is not None else RunMode(str(self._mode))
+        self._passes[mode, admission.bucket] += 1
+        if admission.reason is not None:
+            self._eager_reasons[admission.reason] += 1
+        self._tokens += tokens
+        if admission.bucket is not None:
+            self._padded_tokens += admission.bucket - tokens
+
+    def _admit(self, tokens: int, requests: int) -> Admission:
+        if self._mode is GraphMode.OFF:
+            return Admission(bucket=None, reason=self._blocked)
+        return admit(tokens=tokens, requests=requests, mode=self._mode, buckets=self._buckets, capacity=self._capacity)

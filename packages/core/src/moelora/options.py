@@ -1,0 +1,121 @@
+"""How a run is set up, and what follows from that before any weight is loaded: backend, capacity, buckets, checks.
+
+Shared by the engine, which then loads and runs, and by the plan of a run, which does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from moelora.adapters.base import Adapter
+from moelora.backends import backend_names, get_backend
+from moelora.backends.base import Backend, Capabilities
+from moelora.batching.planner import BatchLimits
+from moelora.capacity import PrefillCapacity, default_buckets
+from moelora.errors import ConfigError, choose_from
+from moelora.types import GraphMode
+
+WINDOW_REQUESTS = 65_536
+"""Requests that are planned together: enough to group adapters, few enough to keep memory flat."""
+
+_DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
+_MAX_DEFAULT_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How to run. None means: derived from the device, the model and the adapters.
+
+    backend: auto, or a name of `moelora.backends.backend_names()`. device: auto, cpu, cuda, cuda:N. dtype: auto,
+    bfloat16, float16, float32; auto is the checkpoint's own on CUDA and float32 on the CPU. max_tokens, max_requests:
+    the budget of one batch. slots: adapters on the device at once. buckets: token counts to capture. load_format: auto
+    or dummy (random weights from the config alone, seeded by `seed`). score_chunk_rows: rows of logits held at once.
+    lora_b_layout: "rank_major" or "grouped_by_expert" where an adapter of fused experts does not say which it is.
+    """
+
+    backend: str = "auto"
+    graph: GraphMode = GraphMode.AUTO
+    device: str = "auto"
+    dtype: str = "auto"
+    max_tokens: int | None = None
+    max_requests: int | None = None
+    slots: int | None = None
+    buckets: tuple[int, ...] | None = None
+    load_format: str = "auto"
+    batch_invariant: bool = False
+    score_chunk_rows: int | None = None
+    lora_b_layout: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_requests", "slots", "score_chunk_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.load_format not in {"auto", "safetensors", "dummy"}:
+            raise ConfigError(choose_from("load format", self.load_format, ["auto", "safetensors", "dummy"]))
+
+
+def choose_backend(options: EngineOptions, device: torch.device) -> Backend:
+    """The backend asked for, or the fastest one for the device. Raises `ConfigError` for one that cannot be used."""
+    # Off CUDA the Triton backends would run in their interpreter, which is for tests.
+    fastest = "triton" if device.type == "cuda" and "triton" in backend_names() else "torch"
+    name = options.backend if options.backend != "auto" else fastest
+    backend = get_backend(name)
+    if device.type not in backend.capabilities.device_types:
+        raise ConfigError(
+            f"backend {name!r} does not run on {device.type}; it runs on "
+            f"{', '.join(sorted(backend.capabilities.device_types))}. Valid on {device.type}: torch"
+        )
+    if options.batch_invariant and backend.fused_ops is None:
+        raise ConfigError(f"backend {name!r} does not run batch-invariantly; valid: triton or csgmv on CUDA")
+    backend.batch_invariant = options.batch_invariant
+    return backend
+
+
+def derive_capacity(
+    options: EngineOptions,
+    device: torch.device,
+    *,
+    packs: bool,
+    adapters: Collection[Adapter],
+    backend: Capabilities,
+) -> PrefillCapacity:
+    """What a run may hold at once. packs: whether the architecture takes several requests per forward.
+
+    Raises `ConfigError` if an adapter's rank is beyond the backend.
+    """
+    max_tokens = options.max_tokens or _DEFAULT_TOKENS[device.type]
+    max_requests = min(options.max_requests or max_tokens, max_tokens)
+    if not packs:
+        max_requests = 1
+    max_rank = max((a.max_rank for a in adapters), default=0)
+    limit = backend.max_rank
+    if limit is not None and max_rank > limit:
+        raise ConfigError(f"an adapter has rank {max_rank}; backend {backend.name} goes up to {limit}")
+    return PrefillCapacity(
+        max_tokens=max_tokens,
+        max_requests=max_requests,
+        full_max_requests=min(max_requests, max(max_tokens // 16, 1)),
+        slots=min(options.slots or _MAX_DEFAULT_SLOTS, len(adapters)),
+        max_rank=max_rank,
+    )
+
+
+def derive_buckets(options: EngineOptions, capacity: PrefillCapacity) -> tuple[int, ...]:
+    """The token counts to capture. Raises `ConfigError` for some that no batch can have."""
+    tokens = capacity.max_tokens
+    buckets = options.buckets or default_buckets(tokens)
+    if max(buckets) > tokens or min(buckets) < 1:
+        raise ConfigError(f"buckets must lie in [1, max_tokens = {tokens}], got {', '.join(map(str, buckets))}")
+    return buckets
+
+
+def batch_limits(capacity: PrefillCapacity) -> BatchLimits:
+    """What the planner may put into one batch."""
+    return BatchLimits(
+        max_tokens=capacity.max_tokens, max_sequences=capacity.max_requests, max_adapters=capacity.bank_slots
+    )

@@ -1,0 +1,70 @@
+"""`moelora plan` from the outside: what it prints, JSON, exit codes, and that `prefill` then reports the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moelora import memory
+from moelora_cli.main import main
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    lines = (EXAMPLE / "choices.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join([*lines, '{"prompt": "def main():", "adapter": "python"}', '{"prompt": 3}']))
+    return path
+
+
+def moelora(capfd: pytest.CaptureFixture[str], command: str, rows: Path, *arguments: Any) -> tuple[int, str, str]:
+    capfd.readouterr()
+    shared = ["--adapters", f"{EXAMPLE}/adapters", "--with-base", "--slots", "2", "--device", "cpu", "--quiet"]
+    with pytest.raises(SystemExit) as caught:
+        main([command, str(EXAMPLE), "--input", str(rows), *shared, *map(str, arguments)])
+    stdout, stderr = capfd.readouterr()
+    return int(caught.value.code or 0), stdout, stderr
+
+
+def test_the_run_reports_what_was_planned(capfd: pytest.CaptureFixture[str], rows: Path):
+    code, stdout, _ = moelora(capfd, "plan", rows, "--json", "--max-tokens", 300)
+    assert code == 3
+    planned = json.loads(stdout)
+    report_file, output = rows.with_name("report.json"), rows.with_name("out.jsonl")
+    code, _, _ = moelora(capfd, "prefill", rows, "--max-tokens", 300, "--output", output, "--report", report_file)
+    assert code == 3
+    report = json.loads(report_file.read_text())
+    for one, other in ((planned, report), (planned["engine"], report["engine"])):
+        shared = (set(one) & set(other)) - {"engine"}
+        assert len(shared) >= 8
+        assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
+
+
+def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
+    code, stdout, _ = moelora(capfd, "plan", rows, "--graph", "off")
+    assert code == 3
+    for part in (
+        "qwen3_moe in float32 on cpu, backend torch",
+        "6 in, 22 out, 1 with errors",
+        "eager: graphs are switched off (--graph off)",
+        "4 in 2 slots, loaded 4 times in all",
+        "base weights",
+        "not counted: activations",
+        "row error  line 6: prompt must be a string",
+    ):
+        assert part in stdout
+
+
+def test_a_device_that_is_too_small(capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch):
+    class Small(memory.MemoryPlan):
+        def __init__(self, **parts: Any) -> None:
+            super().__init__(**{**parts, "free": 1 << 20, "total": 1 << 30})
+
+    monkeypatch.setattr(memory, "MemoryPlan", Small)
+    code, stdout, _ = moelora(capfd, "plan", rows)
+    assert code == 2
+    assert "does not fit" in stdout
+    assert "(1.0 MiB of 1.0 GiB are free)" in stdout
