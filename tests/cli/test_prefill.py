@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -304,6 +305,17 @@ def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*SCRIPT, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8", timeout=60, **options
     )
+
+
+@pytest.mark.parametrize(("redirect", "code"), [(">&-", 2), (">/dev/full", 1)])
+def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(command: Command, redirect: str, code: int):
+    arguments = [*SCRIPT, "prefill", str(command.model), "--input", str(command.input), "--output", "-", "--quiet"]
+    line = f"{shlex.join(arguments)} {redirect}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.returncode == code
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "AttributeError" not in done.stderr
 
 
 def test_a_reader_that_leaves_is_no_error(command: Command):

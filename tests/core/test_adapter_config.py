@@ -49,6 +49,23 @@ def test_patterns_match_as_in_peft(pattern: str, name: str, hit: bool) -> None:
     assert config.scale_of(name) == (0.5 if hit else 2.0)
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", r"([a-z_.0-9]+)+!", r"(\w|\w\w|\.)*!", "(?:a?){30}", ".*" * 14 + "!"])
+def test_patterns_that_might_never_finish_are_refused(pattern: str) -> None:
+    for field in ("rank_pattern", "alpha_pattern"):
+        config = parse_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, field: {pattern: 4}})
+        assert "might never finish" in config.refusals[0]
+
+
+def test_patterns_with_a_few_repeats_are_taken() -> None:
+    for pattern in (
+        r".*layers\.\d+\..*experts\.\d+\..*proj",
+        r"layers\.(1|2)\..*q_proj",
+        r"(?:layers\.)?\d+",
+        "x.[0-9]+.w1",
+    ):
+        assert not parse_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {pattern: 4}}).refusals
+
+
 def test_the_first_pattern_wins() -> None:
     config = parse_config({**GOOD, "rank_pattern": {"q_proj": 2, "self_attn.q_proj": 8}})
     assert config.rank_of("model.layers.0.self_attn.q_proj") == 2

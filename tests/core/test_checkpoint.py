@@ -127,12 +127,22 @@ def test_an_unexpected_copy_is_named(sharded):
         load(folder)
 
 
+def test_layers_that_the_config_does_not_count_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "max_window_layers": 1}))
+    with pytest.raises(CheckpointError, match=r"says 1 layers .* up to number 1"):
+        load(folder)
+    # A config that announces the layer for multi-token prediction may have it skipped.
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    assert all(name.startswith("model.layers.1.") for name in load(folder).skipped)
+
+
 def test_an_unknown_tensor_is_named_and_prediction_layers_are_skipped(folder):
     rewrite(
         folder / SINGLE,
-        lambda t: t.update({"mtp.fc.weight": torch.zeros(2), "model.layers.2.x.weight": torch.zeros(2)}),
+        lambda t: t.update({n: torch.zeros(2) for n in ("mtp.fc.weight", "model.layers.2.eh_proj.weight")}),
     )
-    assert load(folder).skipped == ("model.layers.2.x.weight", "mtp.fc.weight")
+    assert load(folder).skipped == ("model.layers.2.eh_proj.weight", "mtp.fc.weight")
     rewrite(folder / SINGLE, lambda t: t.update({"model.layers.1.x.weight": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.x\.weight"):
         load(folder)

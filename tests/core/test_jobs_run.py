@@ -255,6 +255,19 @@ def test_output_is_in_input_order_whatever_the_engine_does(kinds: list[tuple[boo
     assert stats.output_rows == len(wanted)
 
 
+def test_bad_rows_do_not_pile_up_until_a_good_one_comes():
+    sink = Lines()
+    seen: list[int] = []
+
+    def rows() -> Any:
+        for number in range(1, 101):
+            seen.append(len(sink.lines))
+            yield number, b"not JSON"
+
+    PrefillJob(FakeEngine(), NO_TEXT).run(parse_rows(rows()), sink)
+    assert seen == list(range(100))
+
+
 def test_rows_are_read_no_further_than_the_engine_asks():
     read = 0
 

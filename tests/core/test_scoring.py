@@ -77,7 +77,7 @@ def test_the_chunk_size_changes_nothing(wide, chunk_rows):
         one = ScoringHead(wide, get_backend("torch"), chunk_rows=chunk_rows).score(*given, top_k=2)
         all_at_once = ScoringHead(wide, get_backend("torch"), chunk_rows=50).score(*given, top_k=2)
     torch.testing.assert_close(one.target_logprob_N, all_at_once.target_logprob_N, atol=1e-5, rtol=0)
-    assert torch.equal(one.top_ids_NK, all_at_once.top_ids_NK)
+    assert torch.equal(one.top_ids_MK, all_at_once.top_ids_MK)
 
 
 def test_the_normaliser_is_fp32(wide):

@@ -54,6 +54,9 @@ class MoeloraCommand(click.Command):
         except MoeloraError as error:
             say_error(str(error), ctx)
             code = EXIT_REFUSED
+        except PermissionError as error:
+            say_error(explain(error), ctx)  # a run that had begun wraps its own
+            code = EXIT_REFUSED
         except Exception as error:
             say_error(explain(error), ctx)
             code = EXIT_FAILED

@@ -47,7 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         result = cli.main(arguments, prog_name="moelora", standalone_mode=False)
         code = result if isinstance(result, int) else 0
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click.UsageError as error:
         hint = f" (see '{error.ctx.command_path} --help')" if error.ctx is not None else ""
         say_error(error.format_message() + hint)
@@ -60,6 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         code = EXIT_FAILED
+    except OSError as error:
+        say_error(f"standard output: {error.strerror or error}")
+        code = EXIT_FAILED
     _abandon_broken_stdout()
     sys.exit(code)
 
@@ -70,10 +74,9 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def _abandon_broken_stdout() -> None:
-    """Points stdout elsewhere if its reader has left, or the interpreter complains about it while it shuts down."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, AttributeError):
-        pass
+    """Points stdout elsewhere if it takes nothing more, or the interpreter complains about it while it shuts down."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            sys.stdout.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

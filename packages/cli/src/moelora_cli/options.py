@@ -150,9 +150,9 @@ def job_options_of(options: dict[str, Any], names: list[str]) -> JobOptions:
 
 
 @contextlib.contextmanager
-def stdout_for_results() -> Iterator[BinaryIO]:
-    """Keeps standard output for results: what libraries print goes to stderr meanwhile."""
-    stdout = sys.stdout.buffer
+def stdout_for_results() -> Iterator[BinaryIO | None]:
+    """Keeps standard output for results (None if it is closed): what libraries print goes to stderr meanwhile."""
+    stdout = None if sys.stdout is None else sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from moelora.adapters.loader import load_adapter
 from moelora.backends.base import DenseSlots, RowScores
 from moelora.batching.packing import pack
 from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
+from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.capacity import EagerReason
+from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device, versions
-from moelora.errors import AdapterError, RequestError
+from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, select_runner
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
@@ -32,7 +35,6 @@ from moelora.options import (
     WINDOW_REQUESTS,
     EngineOptions,
     batch_limits,
-    check_request,
     choose_backend,
     derive_buckets,
     derive_capacity,
@@ -48,7 +50,8 @@ class PrefillEngine:
     >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
     >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
 
-    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work.
+    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work. Threads may share an
+    engine: their batches take turns.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class PrefillEngine:
         say = self._say = on_event or (lambda text: None)
         self.options = options
         self._device = resolve_device(options.device)
+        self._lock = RLock()
         torch.manual_seed(options.seed)
         self._backend = choose_backend(options, self._device)
         source = open_base(model, load_format=options.load_format)
@@ -134,16 +138,17 @@ class PrefillEngine:
         return self._catalogue
 
     def check(self, request: Request) -> str | None:
-        """Why a request cannot be scored, or None if it can."""
+        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised."""
         return check_request(
             request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
         )
 
-    def score(self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
+    def score(self, requests: Iterable[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
         """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
 
         `on_progress(done, total)` is called after every batch.
         """
+        requests = list(requests)
         for i, request in enumerate(requests):
             reason = self.check(request)
             if reason:
@@ -163,7 +168,7 @@ class PrefillEngine:
             for index, request in window:
                 reason = self.check(request)
                 if reason:
-                    yield index, Result(num_tokens=len(request.token_ids), error=reason)
+                    yield index, Result(num_tokens=count_tokens(request), error=reason)
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
@@ -267,10 +272,14 @@ class PrefillEngine:
         """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
         probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), rows=(), top_k=0)
         eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
-        with torch.inference_mode():
-            hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
-            self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
-            self._head.recognise(hidden_TH)
+        try:
+            with torch.inference_mode():
+                hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
+                self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
+                self._head.recognise(hidden_TH)
+        except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
+            model_type = self._base.architecture.model_type
+            raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
         self._installed.check_all_called()
 
     # Scoring.
@@ -301,8 +310,12 @@ class PrefillEngine:
         for half in (sequences[:middle], sequences[middle:]):
             yield from self._score_or_split(replace(planned, sequences=half), builders)
 
-    @torch.inference_mode()
     def _score_batch(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
+        # Slots, static buffers and the model's modules belong to one batch at a time.
+        with self._lock, torch.inference_mode():
+            return self._score_batch_alone(planned, builders)
+
+    def _score_batch_alone(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
         sequences = planned.sequences
         slot_of = self._make_resident(planned)
         batch = pack(sequences, slot_of, self._device)
@@ -315,11 +328,12 @@ class PrefillEngine:
             self._padded_tokens += output.admission.bucket - batch.num_tokens
         scores = self._score_rows(sequences, batch.slots, output.hidden_TH)
         finished = []
-        first = 0
+        first = first_open = 0
         for sequence in sequences:
             builder = builders.get(sequence.request)
-            result = builder.add(sequence, scores, first, output.mode) if builder is not None else None
+            result = builder.add(sequence, scores, first, first_open, output.mode) if builder is not None else None
             first += len(sequence.rows)
+            first_open += sum(row.target == NO_TARGET for row in sequence.rows)
             if result is not None:
                 finished.append((sequence.request, result))
         return finished

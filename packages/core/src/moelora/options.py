@@ -1,4 +1,4 @@
-"""How a run is set up, and what follows from that before any weight is loaded: backend, capacity, buckets, checks.
+"""How a run is set up, and what follows from that before any weight is loaded: backend, capacity, buckets.
 
 Shared by the engine, which then loads and runs, and by the plan of a run, which does not.
 """
@@ -16,7 +16,7 @@ from moelora.backends.base import Backend, Capabilities
 from moelora.batching.planner import BatchLimits
 from moelora.capacity import PrefillCapacity, default_buckets
 from moelora.errors import ConfigError, choose_from
-from moelora.types import BASE_ADAPTER, GraphMode, Request
+from moelora.types import GraphMode
 
 WINDOW_REQUESTS = 65_536
 """Requests that are planned together: enough to group adapters, few enough to keep memory flat."""
@@ -119,29 +119,3 @@ def batch_limits(capacity: PrefillCapacity) -> BatchLimits:
     return BatchLimits(
         max_tokens=capacity.max_tokens, max_sequences=capacity.max_requests, max_adapters=capacity.bank_slots
     )
-
-
-def check_request(
-    request: Request, *, adapters: Collection[str], vocab_size: int, max_positions: int | None
-) -> str | None:
-    """Why a request cannot be scored, or None if it can."""
-    if request.adapter != BASE_ADAPTER and request.adapter not in adapters:
-        return choose_from("adapter", request.adapter, [*adapters, BASE_ADAPTER])
-    if not request.token_ids:
-        return "the prompt has no tokens"
-    empty = [i for i, choice in enumerate(request.choices) if not choice]
-    if empty:
-        return f"choice {empty[0]} has no tokens"
-    for ids in (request.token_ids, *request.choices):
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            outside = next(t for t in ids if not 0 <= t < vocab_size)
-            return f"token id {outside} is outside the vocabulary [0, {vocab_size})"
-    # The last choice token is predicted but never read, yet counting it keeps the rule simple to state.
-    longest = len(request.token_ids) + max((len(c) for c in request.choices), default=0)
-    if max_positions is not None and longest > max_positions:
-        return f"{longest} tokens are more than the model's {max_positions} positions"
-    if not 0 <= request.top_k <= vocab_size:
-        return f"top_k {request.top_k} is outside [0, {vocab_size}]"
-    if not 0 <= request.score_from <= len(request.token_ids):
-        return f"score_from {request.score_from} is outside [0, {len(request.token_ids)}]"
-    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from moelora.backends.base import HeadWeights, RowScores
@@ -34,23 +36,24 @@ class TritonOps:
     ) -> RowScores | None:
         if top_k > MAX_TOP_K or head.weight_VH.dtype is not hidden_NH.dtype:
             return None
-        scores = score_rows(
-            hidden_NH,
-            head.weight_VH,
-            targets_N,
+        score = partial(
+            score_rows,
+            weight_VH=head.weight_VH,
             bias_V=head.bias_V,
             slots=head.slots,
-            row_slot_N=row_slot_N,
             logit_scale=head.scale,
             softcap=head.softcap,
-            top_k=top_k,
         )
+        scores = score(hidden_NH, targets_N=targets_N, row_slot_N=row_slot_N)
+        # Few rows have no target, and looking for the k best costs as much again as all else.
+        open_M = (targets_N < 0).nonzero()[:, 0] if top_k else targets_N[:0]
+        best = score(hidden_NH[open_M], targets_N=targets_N[open_M], row_slot_N=row_slot_N[open_M], top_k=top_k)
         return RowScores(
             target_logprob_N=scores.target_logprob,
             # Equal log-probabilities come from equal logits: both are logit - lse of one row.
             is_greedy_N=scores.target_logprob == scores.argmax_logprob,
             best_id_N=scores.argmax_id,
             best_logprob_N=scores.argmax_logprob,
-            top_ids_NK=scores.top_ids,
-            top_logprobs_NK=scores.top_logprobs,
+            top_ids_MK=best.top_ids,
+            top_logprobs_MK=best.top_logprobs,
         )

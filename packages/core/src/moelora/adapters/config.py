@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 from moelora.errors import AdapterError
@@ -44,6 +45,10 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA is not supported",
     "trainable_token_indices": "it replaces single rows of the embedding, which is not supported",
 }
+
+# Of one regular expression: repeats without a bound or with one above `_FEW`.
+_MOST_REPEATS = 5
+_FEW = 4
 
 _PLAIN_INITS = frozenset({"gaussian", "orthogonal", "eva", "mica", "lora_ga"})
 _CHANGING_INITS = ("pissa", "olora", "corda", "loftq")
@@ -220,6 +225,12 @@ class _Fields:
                 self.refusals.append(f"{CONFIG_NAME}: {key}[{pattern!r}]={_shown(given)}: must be {wanted}")
                 continue
             try:
+                if _may_take_forever(pattern):
+                    self.refusals.append(
+                        f"{CONFIG_NAME}: {key}: {_shown(pattern)} repeats what repeats or branches already, or has "
+                        f"over {_MOST_REPEATS} open repeats, and might never finish; write it without"
+                    )
+                    continue
                 # As PEFT matches: from the start of the name or behind a dot, up to its end.
                 compiled.append((re.compile(rf"(.*\.)?({pattern})$"), converted))
             except (re.error, RecursionError, OverflowError) as error:
@@ -248,6 +259,35 @@ class _Fields:
                 self.refuse(
                     key, "unknown field; remove it, or set it to null, if it does not change what the adapter computes"
                 )
+
+
+def _may_take_forever(pattern: str) -> bool:
+    """Whether backtracking over a regular expression can take time beyond all bounds, as it does for `(a+)+$`.
+
+    Such patterns have a repeat whose body can match the same text in several ways, or many open repeats in a row.
+    Raises what `re.compile` raises.
+    """
+    repeats = 0
+    inside = [(item, False) for item in parser.parse(pattern)]
+    while inside:
+        (op, argument), repeated = inside.pop()
+        is_repeat = op in (parser.MAX_REPEAT, parser.MIN_REPEAT)
+        varies = is_repeat and argument[0] != argument[1]
+        if repeated and (varies or op is parser.BRANCH):
+            return True
+        repeats += varies and argument[1] > _FEW
+        deeper = repeated or (is_repeat and argument[1] > _FEW)
+        inside += [(item, deeper) for part in _parts(argument) for item in part]
+    return repeats > _MOST_REPEATS
+
+
+def _parts(argument: Any) -> Iterator[Any]:
+    """The patterns in the argument of one parsed operation, however deep its tuples and lists go."""
+    if isinstance(argument, parser.SubPattern):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for item in argument:
+            yield from _parts(item)
 
 
 def _is_unset(value: Any) -> bool:

@@ -186,6 +186,14 @@ class _Loading:
         a, b = a_fp32.to(self.dtype, copy=True), b_fp32.to(self.dtype, copy=True)
         if not (_is_finite(a) and _is_finite(b)):
             raise AdapterError(f"{self.path}: {self._culprit(plan.sources, max(map(abs, plan.scales)))}")
+        narrower = torch.finfo(self.dtype).tiny > torch.finfo(torch.float32).tiny
+        for narrow, wide in ((a, a_fp32), (b, b_fp32)) if narrower else ():
+            if not _has_values(narrow) and _has_values(wide):
+                largest = float(wide.abs().max())
+                raise AdapterError(
+                    f"{self.path}: {plan.target.name}: the factors of {plan.sources[0].name!r} hold nothing above "
+                    f"{largest:g} and become zero in {str(self.dtype).removeprefix('torch.')}; give a wider --dtype"
+                )
         return Factors(a=a, b=b)
 
     def outline(self, plan: Plan) -> Factors:
@@ -269,6 +277,12 @@ def _follow_tied(
     if head.name in factors:
         raise AdapterError(f"{path}: holds {embedding} in full and factors for {head.name}, which is tied to it")
     replacements[head.name] = replacements[embedding]
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether anything is not zero."""
+    low, high = torch.aminmax(tensor)
+    return bool(low != 0) or bool(high != 0)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -152,15 +152,16 @@ class RowScores:
     """Scores of N rows in fp32, on the device or on the host.
 
     target_logprob_N: log p(target), NaN where there was no target. is_greedy_N: the target's logit is the largest of
-    its row. best_id_N, best_logprob_N: the arg-max. top_ids_NK, top_logprobs_NK: the K best, best first; K may be 0.
+    its row. best_id_N, best_logprob_N: the arg-max, the lowest id of equals. top_ids_MK, top_logprobs_MK: the K best of
+    the M rows without a target, in their order, best first and equals by ascending id; K may be 0.
     """
 
     target_logprob_N: torch.Tensor
     is_greedy_N: torch.Tensor
     best_id_N: torch.Tensor
     best_logprob_N: torch.Tensor
-    top_ids_NK: torch.Tensor
-    top_logprobs_NK: torch.Tensor
+    top_ids_MK: torch.Tensor
+    top_logprobs_MK: torch.Tensor
 
 
 class FusedOps(Protocol):

@@ -48,15 +48,16 @@ def expand(index: int, request: Request) -> list[Sequence]:
     The first sequence also scores the request's own tokens: attention is causal, so what follows does not change them.
     Choices whose read tokens are the same (all those of one token) share a sequence.
     """
-    context = tuple(request.token_ids)
+    context = tuple(map(int, request.token_ids))
     last = len(context) - 1
     first = max(request.score_from, 1)
     own = [ScoredRow(i - 1, context[i], PROMPT) for i in range(first, len(context))]
     own.append(ScoredRow(last, NO_TARGET, PROMPT))
     rows_by_tokens: dict[tuple[int, ...], list[ScoredRow]] = {}
-    for number, choice in enumerate(request.choices or [()]):
+    choices = [tuple(map(int, choice)) for choice in request.choices] or [()]
+    for number, choice in enumerate(choices):
         # The last choice token is only predicted, never read.
-        rows = rows_by_tokens.setdefault(context + tuple(choice[:-1]), own if number == 0 else [])
+        rows = rows_by_tokens.setdefault(context + choice[:-1], own if number == 0 else [])
         rows.extend(ScoredRow(last + i, token, number) for i, token in enumerate(choice))
     return [
         Sequence(

@@ -153,7 +153,7 @@ class PrefillJob:
 
         A bad row costs that row; what is raised ends the job.
         """
-        for index, result in self._engine.score_stream(self._requests(rows)):
+        for index, result in self._engine.score_stream(self._requests(rows, sink)):
             pending, place, unit = self._waiting.pop(index)
             self._finish(pending, place, unit, result)
             self._flush(sink)
@@ -185,7 +185,7 @@ class PrefillJob:
                 if unit.error is None:
                     yield row, unit.request(self._options.top_k)
 
-    def _requests(self, rows: Iterable[Row]) -> Iterator[Request]:
+    def _requests(self, rows: Iterable[Row], sink: RowSink) -> Iterator[Request]:
         """The requests of all rows, in order; the place of each one's line is kept in `_waiting` by its number."""
         number = 0
         for row in rows:
@@ -201,6 +201,8 @@ class PrefillJob:
                 self._waiting[number] = (pending, place, unit)
                 number += 1
                 yield unit.request(self._options.top_k)
+            if None not in pending.lines:
+                self._flush(sink)  # no result will come for this row: a million bad ones must not pile up
 
     def _units(self, row: Row) -> Iterator[_Unit]:
         if row.error is not None:

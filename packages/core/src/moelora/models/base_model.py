@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from moelora.models.experts import EXPERTS, register_experts
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SHOWN = 5
+_JOINS = re.compile(r"\.(eh_proj|enorm|hnorm)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,12 @@ class BaseSource:
 
     def skeleton(self) -> torch.nn.Module:
         """The model without weights, on the meta device: enough to know what an adapter can target."""
-        with torch.device("meta"), _Quiet():
-            return self.model_class._from_config(copy.deepcopy(self.config))
+        try:
+            with torch.device("meta"), _Quiet():
+                return self.model_class._from_config(copy.deepcopy(self.config))
+        except Exception as error:  # whatever a config of impossible numbers provokes in a model's code
+            path = self.folder / "config.json"
+            raise CheckpointError(f"no model can be made from {path}: {_first_line(error)}") from error
 
     def stored_tensor(self, name: str) -> torch.Tensor | None:
         """The checkpoint's own tensor of that name, in its own dtype; None if no tensor has that name."""
@@ -211,9 +217,16 @@ def _load_weights(
     if info["missing_keys"]:
         raise CheckpointError(f"{folder}: the checkpoint lacks {_some(info['missing_keys'])}")
     layers = config.get_text_config().num_hidden_layers
-    skipped = {name for name in info["unexpected_keys"] if _is_extra_prediction(name, layers)}
+    announced = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    skipped = _extra_predictions(info["unexpected_keys"], layers, announced)
     unexpected = set(info["unexpected_keys"]) - skipped
     if unexpected:
+        beyond = {layer for layer in map(_layer_of, unexpected) if layer is not None and layer >= layers}
+        if beyond:
+            raise CheckpointError(
+                f"{folder}: config.json says {layers} layers (num_hidden_layers), and the checkpoint holds layers up "
+                f"to number {max(beyond)}, counted from 0; without them the model would be another one"
+            )
         raise CheckpointError(f"{folder}: the checkpoint holds {_some(unexpected)}, which the model has no place for")
     return causal_lm, skipped
 
@@ -229,12 +242,23 @@ def _random_model(
         raise CheckpointError(f"no model can be made from this config: {_first_line(error)}") from error
 
 
-def _is_extra_prediction(name: str, layers: int) -> bool:
-    """True for multi-token-prediction tensors: `mtp.…`, or a decoder layer past the last one."""
-    if re.search(r"(^|\.)mtp\.", name):
-        return True
-    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
-    return layer is not None and int(layer[2]) >= layers
+def _extra_predictions(names: Iterable[str], layers: int, announced: int) -> set[str]:
+    """The tensors of multi-token prediction: `mtp.…`, and the decoder layers past the last one that serve it.
+
+    Such a layer is among the `announced` ones, or has the parts that join a hidden state with the next token's
+    embedding. Any other layer past the last one belongs to a model of more layers than the config says.
+    """
+    names = set(names)
+    serving = set(range(layers, layers + announced))
+    serving |= {layer for name in names if _JOINS.search(name) and (layer := _layer_of(name)) is not None}
+    serving = {layer for layer in serving if layer >= layers}
+    return {name for name in names if re.search(r"(^|\.)mtp\.", name) or _layer_of(name) in serving}
+
+
+def _layer_of(name: str) -> int | None:
+    """The number of the decoder layer that a tensor belongs to."""
+    found = re.search(r"(^|\.)layers\.(\d+)\.", name)
+    return int(found[2]) if found else None
 
 
 def _some(names: Any) -> str:

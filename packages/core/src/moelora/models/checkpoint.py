@@ -96,8 +96,9 @@ def _no_weights(folder: Path) -> str:
 def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
-        assert all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError("weight_map must map names to files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no safetensors index with a weight_map: {error!r}") from None
     if not weight_map:
         raise CheckpointError(f"{index} names no tensor")

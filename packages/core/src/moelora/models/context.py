@@ -1,4 +1,7 @@
-"""The one forward context: what the functions plugged into transformers read while a batch runs. No other global."""
+"""The one forward context: what the functions plugged into transformers read while a batch runs. No other global.
+
+Each thread has its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 from moelora.models.invariant import InvariantProducts
@@ -61,29 +65,35 @@ class ForwardContext:
     attention_break: AttentionBreak | None = None
 
 
-_current: ForwardContext | None = None
+class _Current(local):
+    """By thread: what another thread runs meanwhile, an engine or a plain model, must not see it."""
+
+    context: ForwardContext | None = None
+
+
+_current = _Current()
 
 
 def current_context() -> ForwardContext:
     """The context of the running forward."""
-    assert _current is not None, "a moelora function was called outside a forward of the engine"
-    return _current
+    context = _current.context
+    assert context is not None, "a moelora function was called outside a forward of the engine"
+    return context
 
 
 def has_context() -> bool:
     """True while a forward of the engine runs."""
-    return _current is not None
+    return _current.context is not None
 
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
     """Makes `context` the current one for the enclosed forward. Contexts do not nest."""
-    global _current
-    assert _current is None, "forward contexts do not nest"
-    _current = context
+    assert _current.context is None, "forward contexts do not nest"
+    _current.context = context
     ops = context.backend.fused_ops
     try:
         with InvariantProducts(ops) if context.backend.batch_invariant and ops is not None else nullcontext():
             yield
     finally:
-        _current = None
+        _current.context = None

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from moelora.backends.base import FusedOps
-from moelora.models.context import has_context
+from moelora.models.context import current_context, has_context
 from moelora.models.experts import activation_name
 
 _ROWS = 37
 _NORM_VARIANTS = ("model", "float", "one_plus")
 _ROTARY = "apply_rotary_pos_emb"
 _ORIGINAL = "_moelora_original"
+_AGREED = "_moelora_agreed"
 
 
 @dataclass(slots=True)
@@ -149,11 +150,17 @@ def _try_gated_mlp(
 
 
 def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tensor], done: Substitutes) -> None:
-    """The rotary function is a name in the architecture's module: replaced there, for forwards of the engine alone."""
+    """The rotary function is a name in the architecture's module: replaced there, for forwards of an engine alone.
+
+    Engines of one process share that name, so each call takes the ops of its own engine, and only for the dtype and
+    the kind of device on which they agreed.
+    """
     namespace = sys.modules[module_name]
     original = getattr(namespace, _ROTARY, None)
     if original is None:
         return
+    # What the comparisons of earlier engines gave, by dtype and kind of device.
+    agreed: dict[tuple[torch.dtype, str], bool] = getattr(original, _AGREED, {})
     original = getattr(original, _ORIGINAL, original)
     label = f"rotary {module_name.rsplit('.', 1)[-1]}"
     heads, width = 3, 16
@@ -163,16 +170,21 @@ def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tenso
     sin = torch.cat([half.roll(1, dims=1), half.roll(1, dims=1)], dim=-1)
 
     def substitute(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 4 or not has_context() or args[0].ndim != 4 or args[0].shape[0] != 1:
+        own_ops = current_context().backend.fused_ops if has_context() else None
+        if own_ops is None or kwargs or len(args) != 4 or args[0].ndim != 4 or args[0].shape[0] != 1:
             return original(*args, **kwargs)
-        return _rotate(ops, *args)
+        if not agreed.get((args[0].dtype, args[0].device.type), False):
+            return original(*args, **kwargs)
+        return _rotate(own_ops, *args)
 
     setattr(substitute, _ORIGINAL, original)
+    setattr(substitute, _AGREED, agreed)
     try:
         agrees = all(_agree(a, b) for a, b in zip(_rotate(ops, q, k, cos, sin), original(q, k, cos, sin), strict=True))
     except (TypeError, RuntimeError, AssertionError):
         agrees = False
-    setattr(namespace, _ROTARY, substitute if agrees else original)
+    agreed[q.dtype, q.device.type] = agrees
+    setattr(namespace, _ROTARY, substitute if any(agreed.values()) else original)
     (done.used if agrees else done.kept)[label] += 1
 
 

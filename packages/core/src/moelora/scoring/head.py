@@ -145,13 +145,36 @@ class ScoringHead:
         targets_C = targets_C.to(logits_CV.device)
         wanted_C = logits_CV.gather(1, targets_C.clamp(min=0).unsqueeze(1))[:, 0]
         best_C, best_id_C = logits_CV.max(dim=1)
-        top_CK, top_id_CK = logits_CV.topk(min(top_k, self._vocab), dim=1)
+        no_target = targets_C == NO_TARGET
+        # Only the last row of a request has a top k: for all rows, a k near V would be a batch of logits.
+        top_MK, top_id_MK = _best(logits_CV, no_target.nonzero()[:, 0], min(top_k, self._vocab))
         # In place: the chunk is the only tensor of its size. A row of -inf alone stays NaN rather than raise.
         norm_C = best_C + logits_CV.sub_(best_C.unsqueeze(1)).exp_().sum(dim=1).log()
-        no_target = targets_C == NO_TARGET
         logprob_C = (wanted_C - norm_C).masked_fill(no_target, float("nan"))
         greedy_C = (wanted_C == best_C) & ~no_target
-        return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_CK, top_CK - norm_C.unsqueeze(1)
+        top_MK = top_MK - norm_C[no_target].unsqueeze(1)
+        return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_MK, top_MK
+
+
+def _best(logits_CV: torch.Tensor, rows_M: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best logits of each chosen row and their ids, best first; equals by ascending id, whatever k is.
+
+    `topk` takes any of equals, and which depends on k, so that a request would notice the top k of its neighbours.
+    16-bit logits tie often. Logits and ids are joined into integers that have no equals.
+    """
+    if k == 0:
+        return logits_CV.new_empty(rows_M.numel(), 0), rows_M.new_empty(rows_M.numel(), 0)
+    vocab = logits_CV.shape[1]
+    back_V = torch.arange(vocab - 1, -1, -1, device=logits_CV.device)
+    ids: list[torch.Tensor] = []
+    # The integers are twice as wide as the logits: a few rows at a time need no more than the chunk itself.
+    for part in rows_M.split(max(logits_CV.shape[0] // 8, 1)):
+        # `+ 0.0` makes one of both zeros. Negative floats ascend with falling bits; NaN stays on top, as in `topk`.
+        bits = (logits_CV[part] + 0.0).view(torch.int32)
+        keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+        ids.append(keys.mul_(vocab).add_(back_V).topk(k, dim=1).indices)
+    top_id_MK = torch.cat(ids) if ids else rows_M.new_empty(0, k)
+    return logits_CV[rows_M].gather(1, top_id_MK), top_id_MK
 
 
 def chunk_rows(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
@@ -185,6 +208,6 @@ def _join(parts: list[tuple[torch.Tensor, ...]]) -> RowScores:
         is_greedy_N=columns[1],
         best_id_N=columns[2],
         best_logprob_N=columns[3],
-        top_ids_NK=columns[4],
-        top_logprobs_NK=columns[5],
+        top_ids_MK=columns[4],
+        top_logprobs_MK=columns[5],
     )

@@ -23,13 +23,16 @@ class ResultBuilder:
         self._choices: list[tuple[list[float], bool]] = [([], True) for _ in request.choices]
         self._mode = RunMode.EAGER
 
-    def add(self, sequence: Sequence, scores: RowScores, first: int, mode: RunMode) -> Result | None:
-        """Takes in the scores of one sequence, whose rows begin at `first`. Returns the result once complete."""
+    def add(self, sequence: Sequence, scores: RowScores, first: int, first_open: int, mode: RunMode) -> Result | None:
+        """Takes in the scores of one sequence. Returns the result once complete.
+
+        first: where the sequence's rows begin; first_open: the same among the rows without a target.
+        """
         self._mode = mode
         for n, row in enumerate(sequence.rows, start=first):
             if row.target == NO_TARGET:
                 self._next = TokenScore(int(scores.best_id_N[n]), float(scores.best_logprob_N[n]))
-                ids, logprobs = scores.top_ids_NK[n].tolist(), scores.top_logprobs_NK[n].tolist()
+                ids, logprobs = scores.top_ids_MK[first_open].tolist(), scores.top_logprobs_MK[first_open].tolist()
                 self._top = [TokenScore(i, p) for i, p in zip(ids, logprobs)][: sequence.top_k]
                 continue
             logprob, greedy = float(scores.target_logprob_N[n]), bool(scores.is_greedy_N[n])
@@ -45,7 +48,9 @@ class ResultBuilder:
 
     def _finish(self) -> Result:
         choices = [
-            ChoiceScore(token_ids=tuple(ids), logprob=math.fsum(values), num_tokens=len(values), is_greedy=greedy)
+            ChoiceScore(
+                token_ids=tuple(map(int, ids)), logprob=math.fsum(values), num_tokens=len(values), is_greedy=greedy
+            )
             for ids, (values, greedy) in zip(self.request.choices, self._choices, strict=True)
         ]
         return Result(

@@ -165,7 +165,7 @@ class Reference:
         result = None
         for sequence in builder.sequences:
             scores = _rows(_logits(model, sequence, self._device), sequence)
-            result = builder.add(sequence, scores, 0, RunMode.EAGER)
+            result = builder.add(sequence, scores, 0, 0, RunMode.EAGER)
         assert result is not None
         return result
 
@@ -193,14 +193,14 @@ def _rows(logits_TV: torch.Tensor, sequence: Tokens) -> RowScores:
         greedy.append(((wanted_C == best_C) & (targets_C != NO_TARGET)).cpu())
         best_id.append(best_id_C.cpu())
         best.append(best_C.cpu())
-    none = torch.empty(len(positions), 0)
+    none = torch.empty(sum(row.target == NO_TARGET for row in sequence.rows), 0)
     return RowScores(
         target_logprob_N=torch.cat(wanted),
         is_greedy_N=torch.cat(greedy),
         best_id_N=torch.cat(best_id),
         best_logprob_N=torch.cat(best),
-        top_ids_NK=none.long(),
-        top_logprobs_NK=none,
+        top_ids_MK=none.long(),
+        top_logprobs_MK=none,
     )
 
 
