@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moelora import memory
+from moelora.jobs import windows
 from moelora_cli.main import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -29,7 +30,11 @@ def moelora(capfd: pytest.CaptureFixture[str], command: str, rows: Path, *argume
     return int(caught.value.code or 0), stdout, stderr
 
 
-def test_the_run_reports_what_was_planned(capfd: pytest.CaptureFixture[str], rows: Path):
+@pytest.mark.parametrize("requests_of_a_window", [4096, 6])
+def test_the_run_reports_what_was_planned(
+    capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch, requests_of_a_window: int
+):
+    monkeypatch.setattr(windows, "_REQUESTS", requests_of_a_window)
     code, stdout, _ = moelora(capfd, "plan", rows, "--json", "--max-tokens", 300)
     assert code == 3
     planned = json.loads(stdout)
@@ -37,6 +42,7 @@ def test_the_run_reports_what_was_planned(capfd: pytest.CaptureFixture[str], row
     code, _, _ = moelora(capfd, "prefill", rows, "--max-tokens", 300, "--output", output, "--report", report_file)
     assert code == 3
     report = json.loads(report_file.read_text())
+    assert (planned["engine"]["adapter_loads"] > 4) == (requests_of_a_window == 6)
     for one, other in ((planned, report), (planned["engine"], report["engine"])):
         shared = (set(one) & set(other)) - {"engine"}
         assert len(shared) >= 8

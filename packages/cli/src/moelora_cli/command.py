@@ -1,4 +1,4 @@
-"""What all commands share: how errors leave the program, and with which exit code."""
+"""What all commands share: how errors leave the program, and with which exit code; how sizes are written."""
 
 from __future__ import annotations
 

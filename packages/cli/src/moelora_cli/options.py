@@ -7,13 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from io import BytesIO
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
-
-from moelora.errors import ConfigError
 
 if TYPE_CHECKING:
     from moelora.engine import EngineOptions
@@ -153,14 +150,9 @@ def job_options_of(options: dict[str, Any], names: list[str]) -> JobOptions:
 
 
 @contextlib.contextmanager
-def stdout_for_results(*, unused: bool = False) -> Iterator[BinaryIO]:
-    """Keeps standard output for results: what libraries print goes to stderr meanwhile.
-
-    Raises `ConfigError` if whoever started us has closed it, unless it goes `unused`.
-    """
-    if sys.stdout is None and not unused:
-        raise ConfigError("standard output is closed; give --output FILE")
-    stdout = BytesIO() if sys.stdout is None else sys.stdout.buffer
+def stdout_for_results() -> Iterator[BinaryIO | None]:
+    """Keeps standard output for results (None if it is closed): what libraries print goes to stderr meanwhile."""
+    stdout = None if sys.stdout is None else sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
 

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO
 
 import click
 
+from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, MoeloraCommand, size
 from moelora_cli.options import (
     engine_options,
@@ -49,11 +50,13 @@ def plan(**options: Any) -> int:
         return _plan(options, stdout)
 
 
-def _plan(options: dict[str, Any], stdout: BinaryIO) -> int:
+def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.reader import open_rows
     from moelora.jobs.rows import parse_rows
 
+    if stdout is None:
+        raise ConfigError("standard output is closed, and nothing else would be written")
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
     with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:

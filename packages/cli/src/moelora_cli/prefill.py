@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -68,12 +69,11 @@ def prefill(**options: Any) -> int:
     MODEL is a checkpoint folder or a model in the Hugging Face cache. A row is a JSON object with one of prompt,
     prompt_token_ids or messages, and optionally id, adapter, choices or choices_token_ids, metadata.
     """
-    unused = options["output"] not in (None, "-") and not options["dry_run"]
-    with stdout_for_results(unused=unused) as stdout:
+    with stdout_for_results() as stdout:
         return _prefill(options, stdout)
 
 
-def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
+def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.parts import parse_shard
@@ -81,6 +81,10 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO) -> int:
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
+    if stdout is None:  # closed by whoever started us
+        if options["output"] == "-" or options["dry_run"]:
+            raise ConfigError("standard output is closed; give --output FILE")
+        stdout = BytesIO()
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))

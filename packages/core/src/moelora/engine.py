@@ -21,6 +21,7 @@ from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
 from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.capacity import EagerReason
+from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device, versions
 from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.eager import EagerRunner
@@ -38,7 +39,6 @@ from moelora.options import (
     derive_buckets,
     derive_capacity,
 )
-from moelora.requests import check_request, count_tokens
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result, RunMode
@@ -138,7 +138,7 @@ class PrefillEngine:
         return self._catalogue
 
     def check(self, request: Request) -> str | None:
-        """Why a request cannot be scored, or None if it can."""
+        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised."""
         return check_request(
             request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
         )

@@ -1,4 +1,4 @@
-"""How a run is set up, and what follows from that before any weight is loaded: backend, capacity, buckets, checks.
+"""How a run is set up, and what follows from that before any weight is loaded: backend, capacity, buckets.
 
 Shared by the engine, which then loads and runs, and by the plan of a run, which does not.
 """

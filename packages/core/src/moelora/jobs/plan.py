@@ -14,6 +14,7 @@ from moelora.adapters.loader import outline_adapter
 from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
 from moelora.batching.sequences import expand
 from moelora.capacity import Admission, EagerReason, admit, graphs_blocked
+from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device
 from moelora.graphs.select import FALLBACKS
 from moelora.memory import NOT_COUNTED, MemoryPlan, plan_memory
@@ -27,7 +28,6 @@ from moelora.options import (
     derive_buckets,
     derive_capacity,
 )
-from moelora.requests import check_request
 from moelora.types import GraphMode, Phase, Request, Result, RunMode
 
 
@@ -126,7 +126,7 @@ class PlanningEngine:
             for batch in plan(sequences, batch_limits(self._capacity)):
                 self._count(batch)
             for index, request in window:
-                yield index, Result(num_tokens=len(request.token_ids), error=errors[index])
+                yield index, Result(num_tokens=count_tokens(request), error=errors[index])
 
     def report(self) -> dict[str, Any]:
         """Counts so far, and what would run where. All values are JSON types."""

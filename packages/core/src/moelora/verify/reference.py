@@ -193,7 +193,7 @@ def _rows(logits_TV: torch.Tensor, sequence: Tokens) -> RowScores:
         greedy.append(((wanted_C == best_C) & (targets_C != NO_TARGET)).cpu())
         best_id.append(best_id_C.cpu())
         best.append(best_C.cpu())
-    none = torch.empty(int((targets_N == NO_TARGET).sum()), 0)
+    none = torch.empty(sum(row.target == NO_TARGET for row in sequence.rows), 0)
     return RowScores(
         target_logprob_N=torch.cat(wanted),
         is_greedy_N=torch.cat(greedy),

@@ -1,4 +1,4 @@
-"""Whether a request can be scored: its types, its adapter, its token ids, its length."""
+"""Why a request cannot be scored: its types, its adapter, its tokens. Needs no weights, so that a plan checks alike."""
 
 from __future__ import annotations
 
