@@ -20,13 +20,18 @@ from moelora_cli.prefill import prefill
 from moelora_cli.verify import verify
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, invoke_without_command=True
+)
 @click.version_option(moelora.__version__, prog_name="moelora")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Offline batch prefill for Mixture-of-Experts models with many LoRA adapters.
 
     Exit codes: 0 done, 1 failed, 2 refused before any work, 3 done but some rows have errors, 130 interrupted.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
 
 
 cli.add_command(prefill)

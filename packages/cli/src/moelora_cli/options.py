@@ -72,15 +72,31 @@ model_options = _all(
 """The base model and its adapters."""
 
 row_options = _all(
-    click.option("--default-adapter", metavar="NAME", help="For rows that name none: a name, * or __base__."),
+    click.option(
+        "--default-adapter",
+        metavar="NAME",
+        help="For rows that name none: a name, * (all; the default if there are adapters) or __base__.",
+    ),
     click.option("--with-base", is_flag=True, help="Let * include the base model."),
     click.option("--max-length", type=POSITIVE, help="Most tokens of a prompt with its longest choice."),
-    click.option("--on-long", type=click.Choice(["error", "truncate-left"]), default="error", show_default=True),
+    click.option(
+        "--on-long",
+        type=click.Choice(["error", "truncate-left"]),
+        default="error",
+        show_default=True,
+        help="What becomes of a longer row: an error, or the prompt is cut on its left.",
+    ),
 )
 """How rows become requests."""
 
 score_options = _all(
-    click.option("--logprobs", type=click.Choice(["sum", "tokens"]), default="sum", show_default=True),
+    click.option(
+        "--logprobs",
+        type=click.Choice(["sum", "tokens"]),
+        default="sum",
+        show_default=True,
+        help="Only the sum over the prompt, or each token's log-probability too.",
+    ),
     click.option(
         "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Best tokens after the prompt."
     ),
@@ -88,20 +104,51 @@ score_options = _all(
 """What is said of each row."""
 
 engine_options = _all(
-    click.option("--backend", default="auto", show_default=True, metavar="auto|triton|csgmv|torch"),
-    click.option("--graph", type=click.Choice(["auto", "full", "breakable", "off"]), default="auto", show_default=True),
-    click.option("--device", type=DeviceType(), metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True),
     click.option(
-        "--dtype", type=click.Choice(["auto", "bfloat16", "float16", "float32"]), default="auto", show_default=True
+        "--backend",
+        default="auto",
+        show_default=True,
+        metavar="auto|triton|csgmv|torch",
+        help="LoRA kernels; auto: triton on CUDA, torch elsewhere.",
+    ),
+    click.option(
+        "--graph",
+        type=click.Choice(["auto", "full", "breakable", "off"]),
+        default="auto",
+        show_default=True,
+        help="CUDA graphs of the body; auto: the faster of graph and eager for each bucket.",
+    ),
+    click.option(
+        "--device",
+        type=DeviceType(),
+        metavar="auto|cpu|cuda|cuda:N",
+        default="auto",
+        show_default=True,
+        help="Where to run; auto: CUDA if there is any.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+        default="auto",
+        show_default=True,
+        help="Of weights and activations; auto: the checkpoint's own on CUDA, float32 on the CPU.",
     ),
     click.option("--max-tokens", type=POSITIVE, help="Most tokens of one batch."),
     click.option("--max-requests", type=POSITIVE, help="Most requests of one batch."),
     click.option("--slots", type=POSITIVE, help="Adapters that lie on the device at once."),
     click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for."),
     click.option(
-        "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]), default="auto", show_default=True
+        "--load-format",
+        type=click.Choice(["auto", "safetensors", "dummy"]),
+        default="auto",
+        show_default=True,
+        help="dummy: random weights from the config alone.",
     ),
-    click.option("--batch-invariant", is_flag=True, help="Same bits for a row, whatever shares its batch."),
+    click.option(
+        "--batch-invariant",
+        is_flag=True,
+        help="Same bits for a row, whatever shares its batch (triton and csgmv, on CUDA).",
+    ),
     click.option(
         "--lora-b-layout",
         type=click.Choice(["rank_major", "grouped_by_expert"]),

@@ -55,7 +55,7 @@ class Progress:
             return
         self._last = now
         rate = stats.tokens / max(now - self._start, 1e-9)
-        text = f"{stats.output_rows:,} rows, {stats.tokens:,} tokens, {rate:,.0f} tokens/s"
+        text = f"{stats.output_rows:,} lines, {stats.tokens:,} tokens, {rate:,.0f} tokens/s"
         if stats.error_rows:
             text += f", {stats.error_rows:,} errors"
         if self._live:

@@ -23,6 +23,8 @@ WINDOW_REQUESTS = 65_536
 
 _DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
 _MAX_DEFAULT_SLOTS = 8
+_MOST_TOKENS = 1 << 24
+"""More tokens in one batch than any device holds; buffers are sized by the number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ def derive_capacity(
     Raises `ConfigError` if an adapter's rank is beyond the backend.
     """
     max_tokens = options.max_tokens or _DEFAULT_TOKENS[device.type]
+    if max_tokens > _MOST_TOKENS:
+        raise ConfigError(f"max_tokens must be at most {_MOST_TOKENS:,}, got {max_tokens:,}")
     max_requests = min(options.max_requests or max_tokens, max_tokens)
     if not packs:
         max_requests = 1

@@ -66,7 +66,11 @@ def select_runner(wanted: RunnerRequest, make_recorder: Callable[[torch.device],
     """Captures the first mode that works, from the one asked for down to eager. Never silent about a step down."""
     reason = _blocked(wanted, make_recorder)
     if reason is not None:
-        return Selection(runner=_eager(wanted, reason))
+        asked = wanted.mode in (GraphMode.FULL, GraphMode.BREAKABLE)
+        notes_of_reason = (f"no {wanted.mode} graphs: {reason.text}",) if asked else ()
+        for note in notes_of_reason:
+            wanted.on_event(note)
+        return Selection(runner=_eager(wanted, reason), notes=notes_of_reason)
     notes: list[str] = []
     for mode in FALLBACKS[wanted.mode]:
         if mode not in wanted.backend.capabilities.graph_modes:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from moelora.capacity import EagerReason
 from moelora.jobs.run import JobStats
 from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
@@ -95,9 +96,15 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         for entry in engine.get("passes", [])
         if entry["mode"] != RunMode.EAGER
     ]
-    passes += [f"{count:,} eager ({reason})" for reason, count in engine.get("eager_reasons", {}).items()]
+    passes += [f"{count:,} eager ({_why(reason)})" for reason, count in engine.get("eager_reasons", {}).items()]
     if passes:
         lines.append(("batches", ", ".join(passes)))
     if engine.get("peak_device_bytes"):
         lines.append(("memory", f"{engine['peak_device_bytes'] / 2**30:.2f} GiB at most on the device"))
     return lines
+
+
+def _why(reason: str) -> str:
+    """An eager reason in words; one that this version does not know stays as it is."""
+    known = {str(one): one.text for one in EagerReason}
+    return known.get(reason, reason)
