@@ -21,7 +21,7 @@ def test_without_a_terminal_lines_come_five_seconds_apart(clock: list[float], ca
             clock[0] = 100 + step / 4
             progress.counts(JobStats(output_rows=step, tokens=100 * step, error_rows=step // 30))
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["20 rows, 2,000 tokens, 400 tokens/s", "40 rows, 4,000 tokens, 400 tokens/s, 1 errors"]
+    assert lines == ["20 lines, 2,000 tokens, 400 tokens/s", "40 lines, 4,000 tokens, 400 tokens/s, 1 errors"]
 
 
 def test_quiet_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]):

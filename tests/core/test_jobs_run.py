@@ -337,7 +337,7 @@ def test_report_summary_and_metrics_agree():
     assert loaded["versions"]["torch"]
     said = dict(summary(report))
     assert "1 with errors" in said["rows"]
-    assert said["batches"] == "2 full at 64, 3 eager (graph_off)"
+    assert said["batches"] == "2 full at 64, 3 eager: graphs are switched off (--graph off)"
     assert "1 tokens of 1 rows" in said["cut"]
     text = encode_metrics(report).decode()
     for line in (

@@ -96,7 +96,7 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         for entry in engine.get("passes", [])
         if entry["mode"] != RunMode.EAGER
     ]
-    passes += [f"{count:,} eager ({_why(reason)})" for reason, count in engine.get("eager_reasons", {}).items()]
+    passes += [f"{count:,} eager: {_why(reason)}" for reason, count in engine.get("eager_reasons", {}).items()]
     if passes:
         lines.append(("batches", ", ".join(passes)))
     if engine.get("peak_device_bytes"):
