@@ -1,91 +1,21 @@
 """`moelora prefill` from the outside, with an engine that needs no model: files, exit codes, what is said where."""
 
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from io import BytesIO, TextIOWrapper
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fake_engine
-from core.tiny_tokenizers import byte_level, save
+from cli.prefill_command import ENVIRONMENT, GOOD, SCRIPT, Command, run
 from moelora_cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = [sys.executable, str(Path(__file__).with_name("run_with_fake_engine.py"))]
-SOURCES = [str(ROOT / "tests"), *(str(path) for path in ROOT.glob("packages/*/src"))]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
-GOOD = '{"id": "a", "prompt_token_ids": [1, 2, 3]}\n{"id": "b", "prompt": "hello", "choices": [" world"]}\n'
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save(byte_level(bos="<s>", adds_bos=True), tmp_path_factory.mktemp("model") / "m")
-    config = {"model_type": "qwen3_moe", "vocab_size": fake_engine.VOCAB_SIZE, "max_position_embeddings": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _no_real_engine() -> Iterator[None]:
-    real = sys.modules.pop("moelora.engine", None)
-    fake_engine.install()
-    yield
-    sys.modules.pop("moelora.engine", None)
-    if real is not None:
-        sys.modules["moelora.engine"] = real
-
-
-class Outcome:
-    """What one run of the command gave."""
-
-    def __init__(self, code: int, stdout: str, stderr: str) -> None:
-        self.code, self.stdout, self.stderr = code, stdout, stderr
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.stdout.splitlines()]
-
-
-class Command:
-    """Runs `moelora prefill MODEL --input in.jsonl …` in this process, with the folder as working directory."""
-
-    def __init__(self, model: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.model, self.folder, self._capfd = model, folder, capfd
-        self.input = folder / "in.jsonl"
-        self.output = folder / "out.jsonl"
-        self.input.write_text(GOOD)
-
-    def __call__(self, *arguments: Any, input_: Any = None, output: Any = None, model: Any = None) -> Outcome:
-        files = ["--input", input_ or self.input, "--output", output or self.output]
-        self._capfd.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            main([*map(str, ["prefill", model or self.model, *files, *arguments])])
-        stdout, stderr = self._capfd.readouterr()
-        assert "Traceback" not in stderr
-        return Outcome(int(caught.value.code or 0), stdout, stderr)
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_text().splitlines()]
-
-    def files(self) -> set[str]:
-        return {p.name for p in self.folder.iterdir()}
-
-
-@pytest.fixture
-def command(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> Command:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    return Command(model, tmp_path, capfd)
-
+pytestmark = pytest.mark.usefixtures("no_real_engine")
 
 # Done.
 
@@ -301,23 +231,6 @@ def test_an_unexpected_failure_gives_code_1_and_leaves_nothing(command: Command,
 # As a process of its own.
 
 
-def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SCRIPT, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8", timeout=60, **options
-    )
-
-
-@pytest.mark.parametrize(("redirect", "code"), [(">&-", 2), (">/dev/full", 1)])
-def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(command: Command, redirect: str, code: int):
-    arguments = [*SCRIPT, "prefill", str(command.model), "--input", str(command.input), "--output", "-", "--quiet"]
-    line = f"{shlex.join(arguments)} {redirect}"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
-    assert done.returncode == code
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "AttributeError" not in done.stderr
-
-
 def test_a_reader_that_leaves_is_no_error(command: Command):
     command.input.write_text('{"prompt_token_ids": [20, 21, 22]}\n' * 20_000)
     arguments = ["prefill", command.model, "--input", command.input, "--output", "-", "--quiet"]
@@ -373,110 +286,12 @@ def test_another_locale_changes_nothing(command: Command):
     assert "not UTF-8" in json.loads(done.stdout.splitlines()[1])["error"]
 
 
-# In parts.
-
-
-def merge(command: Command, *arguments: Any) -> Outcome:
-    command._capfd.readouterr()
-    with pytest.raises(SystemExit) as caught:
-        main([*map(str, ["merge", *arguments])])
-    return Outcome(int(caught.value.code or 0), *command._capfd.readouterr())
-
-
-def many_rows(command: Command, count: int) -> None:
-    command.input.write_text("".join(f'{{"prompt_token_ids": [{20 + i % 900}, 21, 22]}}\n' for i in range(count)))
-
-
-def test_a_killed_run_goes_on_to_the_same_file(command: Command):
-    many_rows(command, 20_000)
-    whole = command.folder / "whole.jsonl"
-    assert command("--quiet", output=whole).code == 0
-    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output, "--quiet"]
-    parts = command.folder / "out.jsonl.parts"
-    for wanted in (1, 3):
-        with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
-            deadline = time.monotonic() + 60
-            while len(list(parts.glob("part-*.jsonl"))) < wanted and time.monotonic() < deadline:
-                time.sleep(0.01)
-            process.kill()
-        assert not command.output.exists()
-    done = command("--quiet")
-    assert done.code == 0
-    assert "going on with" in done.stderr
-    assert command.output.read_bytes() == whole.read_bytes()
-    assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
-
-
-def test_parts_of_another_run_are_refused_by_what_changed(command: Command):
-    many_rows(command, 5_000)
-    command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [15]}\n')  # the engine dies of 15
-    assert command("--quiet").code == 1
-    assert command.files() == {"in.jsonl", "out.jsonl.parts"}
-    refused = command("--quiet", "--top-k", 1)
-    assert refused.code == 2
-    assert "option top_k (0 before, 1 now)" in refused.stderr
-    many_rows(command, 5_000)
-    assert "changed since: input" in command("--quiet").stderr
-    assert command("--quiet", "--overwrite").code == 0
-    assert len(command.rows) == 5_000
-
-
-def test_shards_merge_to_the_single_run(command: Command):
-    many_rows(command, 10_000)
-    assert command("--quiet").code == 0
-    for shard in range(3):
-        assert merge(command, "shards", "--output", "merged.jsonl").code == 2
-        assert command("--quiet", "--shard", f"{shard}/3", output="shards").code == 0
-    assert merge(command, "shards", "--output", "merged.jsonl").code == 0
-    assert (command.folder / "merged.jsonl").read_bytes() == command.output.read_bytes()
-    assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr
-
-
-# With workers.
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-
-
-def test_two_workers_write_what_one_writes(command: Command):
-    many_rows(command, 20_000)
-    command.input.write_text(command.input.read_text() + "no json\n")
-    assert command("--quiet").code == 3
-    report = command.folder / "report.json"
-    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
-               "--report", report, cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
-    assert done.returncode == 3, done.stderr
-    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
-    assert command.files() == {"in.jsonl", "out.jsonl", "report.json", "two.jsonl"}
-    told = json.loads(report.read_text())
-    assert told["rows"] == 20_001
-    assert len(told["engine"]["workers"]) == 2
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds worker processes through /proc")
-def test_a_killed_worker_loses_nothing(command: Command):
-    many_rows(command, 40_000)
-    assert command("--quiet").code == 0
-    arguments = ["prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2"]
-    with subprocess.Popen(
-        [*SCRIPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=command.folder, env=ENVIRONMENT
-    ) as process:
-        deadline = time.monotonic() + 60
-        parts = command.folder / "two.jsonl.parts"
-        while not list(parts.glob("part-*.jsonl")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(workers_of(process)[0], signal.SIGKILL)
-        assert process.stderr is not None
-        said = process.stderr.read()
-    assert process.returncode == 0, said
-    assert "worker 0 on cpu died (exit -9); 1 others go on" in said
-    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
-
-
-def test_workers_that_are_refused_say_why(command: Command):
-    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
-               "--adapters", "A=/broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: adapter 'A' in /broken is broken"
-    assert command.files() == {"in.jsonl"}
+@pytest.mark.parametrize(("redirect", "code"), [(">&-", 2), (">/dev/full", 1)])
+def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(command: Command, redirect: str, code: int):
+    arguments = [*SCRIPT, "prefill", str(command.model), "--input", str(command.input), "--output", "-", "--quiet"]
+    line = f"{shlex.join(arguments)} {redirect}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.returncode == code
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "AttributeError" not in done.stderr

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +30,7 @@ from moelora.capacity import PrefillCapacity, admit
 from moelora.errors import ConfigError
 from moelora.types import BASE_SLOT, GraphMode, PackedBatch, Phase
 from moelora_kernels.fused import TritonOps
+from moelora_kernels.handles import Handle, PhaseBuffers, no_rows, scratch_of
 from moelora_kernels.launch import interpreted, require
 from moelora_kernels.metadata import RowBuffers, RowPlan, plan_runs, plan_sorted
 from moelora_kernels.ops.csgmv import chunk_capacity, csgmv_chunk_rows, order_rows
@@ -55,40 +55,13 @@ _DEVICE_TYPES = frozenset({"cuda", "cpu"} if interpreted() else {"cuda"})
 _GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
 
 
-@dataclass(frozen=True, slots=True)
-class _Handle:
-    """What a handle carries beside its public fields.
-
-    `static`: its buffers are those of the phase, which a graph may bake in; else they are the handle's own.
-    num_live_1: int32, tokens before the padding. order_T: tokens by slot, for the experts.
-    """
-
-    phase: Phase
-    rows: RowTiles
-    static: bool = False
-    scratch: torch.Tensor | None = None
-    blocks: SlotBlocks | None = None
-    num_live_1: torch.Tensor | None = None
-    order_T: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _PhaseBuffers:
-    """The static buffers of one phase, allocated once. scratch: bytes for y, viewed in the dtype of each call."""
-
-    capacity: PrefillCapacity
-    mode: GraphMode
-    rows: RowBuffers
-    scratch: torch.Tensor
-
-
 class _TiledBackend(Backend):
     """What both backends share: metadata per phase, refreshed in place, and the calls into `ops/`."""
 
     fused_ops = TritonOps()
 
     def __init__(self) -> None:
-        self._buffers: dict[Phase, _PhaseBuffers] = {}
+        self._buffers: dict[Phase, PhaseBuffers] = {}
         self._moe: dict[Phase, MoeBuffers] = {}
 
     def init_graph_metadata(self, phase: Phase, capacity: PrefillCapacity, device: torch.device) -> None:
@@ -105,7 +78,7 @@ class _TiledBackend(Backend):
         # Sized for the mode with more request slots: the tiles of the other fit as well.
         mode = max((GraphMode.BREAKABLE, GraphMode.FULL), key=capacity.request_slots)
         tokens = capacity.max_tokens
-        self._buffers[phase] = _PhaseBuffers(
+        self._buffers[phase] = PhaseBuffers(
             capacity=capacity,
             mode=mode,
             rows=RowBuffers(
@@ -145,7 +118,7 @@ class _TiledBackend(Backend):
         own.rows.refresh(self._plan(batch.lengths, batch.slots, tile_rows), batch.lengths, batch.slots)
         rows = own.rows.rows(tokens=bucket, capacity=self._bucket_tiles(own, bucket), tile_rows=tile_rows)
         token_slot_T, num_live_1 = own.rows.token_slot_T[:bucket], own.rows.num_live_1
-        handle = _Handle(
+        handle = Handle(
             phase=phase,
             rows=rows,
             blocks=own.rows.blocks(bucket),
@@ -157,8 +130,8 @@ class _TiledBackend(Backend):
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
-        rows = self._cut(row_slot_N) if has_lora else _no_rows(row_slot_N.device)
-        handle = _Handle(phase=Phase.PREFILL, rows=rows)
+        rows = self._cut(row_slot_N) if has_lora else no_rows(row_slot_N.device)
+        handle = Handle(phase=Phase.PREFILL, rows=rows)
         return LoraMetadata(phase=Phase.PREFILL, token_slot_T=row_slot_N, has_lora=has_lora, private=handle)
 
     def linear(self, x_TI: torch.Tensor, out_TO: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
@@ -175,7 +148,7 @@ class _TiledBackend(Backend):
         pairs = [(out, one) for out, one in zip(outs_TO, slots, strict=True) if one is not None]
         if pairs and meta.has_lora:
             outs, live = zip(*pairs, strict=True)
-            dense_lora(x_TI, outs, live, handle.rows, scratch=_scratch(handle, x_TI.dtype))
+            dense_lora(x_TI, outs, live, handle.rows, scratch=scratch_of(handle, x_TI.dtype))
 
     def base_linear(
         self,
@@ -195,13 +168,13 @@ class _TiledBackend(Backend):
         if not runs or handle.blocks is None:
             require(not runs, "base_linear: the rows are loose and have adapters", "the base product and linear")
             return [invariant_gemm(x_TI, w, b) for w, b in zip(weights_OI, biases_O, strict=True)]
-        scratch = _scratch(handle, x_TI.dtype)
+        scratch = scratch_of(handle, x_TI.dtype)
         return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         handle = self._handle(meta)
         if meta.has_lora:
-            embedding_lora(ids_T, out_TH, slots, handle.rows, scratch=_scratch(handle, out_TH.dtype))
+            embedding_lora(ids_T, out_TH, slots, handle.rows, scratch=scratch_of(handle, out_TH.dtype))
 
     def experts(
         self,
@@ -297,8 +270,8 @@ class _TiledBackend(Backend):
         """A handle with tensors of its own, for a batch that no graph takes."""
         token_slot_T = batch.token_slot_T
         order_T = self._token_order(phase, token_slot_T, None) if has_lora else None
-        rows, blocks = self._eager_rows(batch) if has_lora else (_no_rows(token_slot_T.device), None)
-        handle = _Handle(
+        rows, blocks = self._eager_rows(batch) if has_lora else (no_rows(token_slot_T.device), None)
+        handle = Handle(
             phase=phase,
             rows=rows,
             blocks=blocks,
@@ -333,9 +306,9 @@ class _TiledBackend(Backend):
 
         return order_tokens(token_slot_T, buffers=moe.routes, num_live=num_live_1)
 
-    def _handle(self, meta: LoraMetadata) -> _Handle:
+    def _handle(self, meta: LoraMetadata) -> Handle:
         handle = meta.private
-        if not isinstance(handle, _Handle):
+        if not isinstance(handle, Handle):
             raise PhaseError(f"the handle was not made by backend {self.capabilities.name!r}")
         if handle.phase is not meta.phase:
             raise PhaseError(f"buffers of phase {handle.phase} were handed to phase {meta.phase}")
@@ -345,7 +318,7 @@ class _TiledBackend(Backend):
             raise PhaseError(f"the buffers of the handle are not those of phase {meta.phase} of this backend")
         return handle
 
-    def _check_admitted(self, batch: PackedBatch, bucket: int, own: _PhaseBuffers) -> None:
+    def _check_admitted(self, batch: PackedBatch, bucket: int, own: PhaseBuffers) -> None:
         """The runner admitted this batch by the same function; a bucket that the buffers cannot hold is refused."""
         if bucket > own.capacity.max_tokens:
             raise ConfigError(f"bucket {bucket} is over max_tokens {own.capacity.max_tokens}")
@@ -374,7 +347,7 @@ class _TiledBackend(Backend):
 
     @staticmethod
     @abstractmethod
-    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+    def _bucket_tiles(own: PhaseBuffers, bucket: int) -> int:
         """Tiles of the list that a batch of `bucket` can need."""
 
     @staticmethod
@@ -400,7 +373,7 @@ class TritonBackend(_TiledBackend):
         return capacity.dense_tiles(capacity.max_tokens, mode)
 
     @staticmethod
-    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+    def _bucket_tiles(own: PhaseBuffers, bucket: int) -> int:
         return own.capacity.dense_tiles(bucket, own.mode)
 
     def _cut(self, slot_N: torch.Tensor) -> RowTiles:
@@ -422,7 +395,7 @@ class CsgmvBackend(_TiledBackend):
         return chunk_capacity(capacity)
 
     @staticmethod
-    def _bucket_tiles(own: _PhaseBuffers, bucket: int) -> int:
+    def _bucket_tiles(own: PhaseBuffers, bucket: int) -> int:
         return own.capacity.csgmv_segments(bucket)
 
     def _cut(self, slot_N: torch.Tensor) -> RowTiles:
@@ -430,11 +403,3 @@ class CsgmvBackend(_TiledBackend):
         perm_N = torch.empty_like(slot_N)
         order_rows(slot_N, chunk_rows, chunks, perm_N)
         return RowTiles(chunks, chunk_rows, perm_N)
-
-
-def _no_rows(device: torch.device) -> RowTiles:
-    return RowTiles(make_tile_list(0, device), 16)
-
-
-def _scratch(handle: _Handle, dtype: torch.dtype) -> torch.Tensor | None:
-    return handle.scratch.view(dtype) if handle.scratch is not None else None

@@ -1,0 +1,124 @@
+"""Runs in parts from the outside: killed and gone on with, in shards, with workers."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, Outcome, run
+from moelora_cli.main import main
+
+pytestmark = pytest.mark.usefixtures("no_real_engine")
+
+# In parts.
+
+
+def merge(command: Command, *arguments: Any) -> Outcome:
+    command._capfd.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, ["merge", *arguments])])
+    return Outcome(int(caught.value.code or 0), *command._capfd.readouterr())
+
+
+def many_rows(command: Command, count: int) -> None:
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{20 + i % 900}, 21, 22]}}\n' for i in range(count)))
+
+
+def test_a_killed_run_goes_on_to_the_same_file(command: Command):
+    many_rows(command, 20_000)
+    whole = command.folder / "whole.jsonl"
+    assert command("--quiet", output=whole).code == 0
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output, "--quiet"]
+    parts = command.folder / "out.jsonl.parts"
+    for wanted in (1, 3):
+        with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+            deadline = time.monotonic() + 60
+            while len(list(parts.glob("part-*.jsonl"))) < wanted and time.monotonic() < deadline:
+                time.sleep(0.01)
+            process.kill()
+        assert not command.output.exists()
+    done = command("--quiet")
+    assert done.code == 0
+    assert "going on with" in done.stderr
+    assert command.output.read_bytes() == whole.read_bytes()
+    assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
+
+
+def test_parts_of_another_run_are_refused_by_what_changed(command: Command):
+    many_rows(command, 5_000)
+    command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [15]}\n')  # the engine dies of 15
+    assert command("--quiet").code == 1
+    assert command.files() == {"in.jsonl", "out.jsonl.parts"}
+    refused = command("--quiet", "--top-k", 1)
+    assert refused.code == 2
+    assert "option top_k (0 before, 1 now)" in refused.stderr
+    many_rows(command, 5_000)
+    assert "changed since: input" in command("--quiet").stderr
+    assert command("--quiet", "--overwrite").code == 0
+    assert len(command.rows) == 5_000
+
+
+def test_shards_merge_to_the_single_run(command: Command):
+    many_rows(command, 10_000)
+    assert command("--quiet").code == 0
+    for shard in range(3):
+        assert merge(command, "shards", "--output", "merged.jsonl").code == 2
+        assert command("--quiet", "--shard", f"{shard}/3", output="shards").code == 0
+    assert merge(command, "shards", "--output", "merged.jsonl").code == 0
+    assert (command.folder / "merged.jsonl").read_bytes() == command.output.read_bytes()
+    assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr
+
+
+# With workers.
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_two_workers_write_what_one_writes(command: Command):
+    many_rows(command, 20_000)
+    command.input.write_text(command.input.read_text() + "no json\n")
+    assert command("--quiet").code == 3
+    report = command.folder / "report.json"
+    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
+               "--report", report, cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
+    assert command.files() == {"in.jsonl", "out.jsonl", "report.json", "two.jsonl"}
+    told = json.loads(report.read_text())
+    assert told["rows"] == 20_001
+    assert len(told["engine"]["workers"]) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds worker processes through /proc")
+def test_a_killed_worker_loses_nothing(command: Command):
+    many_rows(command, 40_000)
+    assert command("--quiet").code == 0
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2"]
+    with subprocess.Popen(
+        [*SCRIPT, *map(str, arguments)], stderr=subprocess.PIPE, text=True, cwd=command.folder, env=ENVIRONMENT
+    ) as process:
+        deadline = time.monotonic() + 60
+        parts = command.folder / "two.jsonl.parts"
+        while not list(parts.glob("part-*.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(workers_of(process)[0], signal.SIGKILL)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert "worker 0 on cpu died (exit -9); 1 others go on" in said
+    assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
+
+
+def test_workers_that_are_refused_say_why(command: Command):
+    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
+               "--adapters", "A=/broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "error: adapter 'A' in /broken is broken"
+    assert command.files() == {"in.jsonl"}
