@@ -76,6 +76,7 @@ class FakeEngine:
         self.max_positions: int | None = MAX_POSITIONS
         self.adapter_names = list(adapters or {})
         self.slots = options.slots or 8
+        self.eager_buckets: list[int] = []
         self.options = options
         self.window = window
         self.most_taken = 0

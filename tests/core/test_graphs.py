@@ -253,6 +253,16 @@ def test_auto_measures_every_bucket_once(world, eager, monkeypatch):
     assert all((p["mode"] == "eager") or p["bucket"] not in slower for p in engine.report()["passes"])
 
 
+def test_the_choice_of_auto_can_be_taken_over(world, eager, monkeypatch):
+    engine = make_engine(world, monkeypatch, GraphMode.AUTO)
+    for chosen, mode in (([48], RunMode.EAGER), ([], RunMode.FULL)):
+        engine.eager_buckets = chosen
+        assert engine.eager_buckets == chosen
+        (result,) = engine.score([row(30, "both")])
+        assert result.mode is mode
+    assert engine.report()["eager_reasons"]["eager_faster"] == 1
+
+
 def test_adapters_loaded_replaced_and_dropped_after_capture(world, monkeypatch, eager):
     engine = make_engine(world, monkeypatch, GraphMode.FULL, slots=1)
     for name in ("both", "experts", "both", "attention"):

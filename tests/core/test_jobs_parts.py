@@ -127,6 +127,15 @@ def test_a_second_process_is_refused(tmp_path):
     PartStore(tmp_path, PRINT).close()
 
 
+def test_what_one_process_measured_all_use(tmp_path):
+    with PartStore(tmp_path, PRINT) as store:
+        assert store.agree("eager-buckets", [16, 64]) == [16, 64]
+        assert store.agree("eager-buckets", [32]) == [16, 64]
+    with PartStore(tmp_path, PRINT) as store:
+        assert store.agree("eager-buckets", []) == [16, 64]
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_changed_run_is_refused_by_name_unless_overwritten(tmp_path):
     run(tmp_path, CountingEngine())
     with pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):

@@ -60,6 +60,8 @@ def score_in_parts(
     except ConfigError as error:
         raise RefusedOutputError(str(error)) from None
     with store:
+        # `--graph auto` measures anew in each process; the choice decides between kernels, and so about last bits.
+        engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
         if store.finished() and not options["worker"]:
             progress.say(f"going on with {store.finished():,} finished parts in {folder}")
         try:

@@ -24,6 +24,7 @@ from moelora.capacity import EagerReason
 from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device, versions
 from moelora.errors import AdapterError, CheckpointError, RequestError
+from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, select_runner
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
@@ -131,6 +132,16 @@ class PrefillEngine:
     def slots(self) -> int:
         """Adapters that lie on the device at once."""
         return self._bank.num_slots
+
+    @property
+    def eager_buckets(self) -> list[int]:
+        """Buckets that `--graph auto` runs eagerly. Set it to what another process measured, for the same bits."""
+        return sorted(self._runner.eager_buckets) if isinstance(self._runner, CapturedRunner) else []
+
+    @eager_buckets.setter
+    def eager_buckets(self, buckets: Iterable[int]) -> None:
+        if isinstance(self._runner, CapturedRunner):
+            self._runner.eager_buckets = frozenset(buckets)
 
     @property
     def catalogue(self) -> Catalogue:

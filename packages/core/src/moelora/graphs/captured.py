@@ -73,7 +73,8 @@ class CapturedRunner(GraphRunner):
         self._say = on_event
         self._inputs = StaticInputs(phase, capacity, base.device)
         self._graphs: dict[tuple[int, bool], FullGraph | BreakableGraph] = {}
-        self._eager_is_faster: set[int] = set()
+        self.eager_buckets: frozenset[int] = frozenset()
+        """Buckets that run eagerly because that was measured to be faster."""
 
     def capture(self) -> None:
         """Captures all buckets, the largest first, so that smaller ones find room in the shared pool."""
@@ -107,7 +108,7 @@ class CapturedRunner(GraphRunner):
             buckets=self.buckets,
             capacity=self._capacity,
         )
-        if admission.bucket in self._eager_is_faster:
+        if admission.bucket in self.eager_buckets:
             return Admission(bucket=None, reason=EagerReason.EAGER_FASTER)
         return admission
 
@@ -140,8 +141,7 @@ class CapturedRunner(GraphRunner):
                 graph_s=_seconds(partial(graph.replay, live), self._base.device),
             )
             self.timings.append(timing)
-            if timing.eager_s < timing.graph_s:
-                self._eager_is_faster.add(bucket)
+        self.eager_buckets = frozenset(t.bucket for t in self.timings if t.eager_s < t.graph_s)
 
     def _ready(self, batch: PackedBatch, bucket: int) -> tuple[FullGraph | BreakableGraph, LoraMetadata, Segments]:
         """Fills the static buffers with `batch`; returns what reads them: graph, metadata, live segments."""

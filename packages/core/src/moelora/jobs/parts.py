@@ -10,9 +10,10 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -83,6 +84,16 @@ class PartStore:
                 if not stale.name.startswith(("lock-", "claim-")):
                     stale.unlink()
             _write_json(path, known)
+
+    def agree(self, name: str, value: Any) -> Any:
+        """What the first process of this run gave under `name`: all others, and later ones, get the same back."""
+        path = self.folder / f"agreed-{name}.json"
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        draft.write_text(json.dumps(value))
+        with suppress(FileExistsError):
+            os.link(draft, path)  # unlike a rename, it never replaces
+        draft.unlink()
+        return json.loads(path.read_text())
 
     def mine(self, window: int) -> bool:
         """Whether this shard scores that window."""
