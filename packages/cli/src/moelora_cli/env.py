@@ -49,7 +49,7 @@ def _probe(probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, Any]:
-    from moelora.jobs.report import versions
+    from moelora.versions import versions
 
     return dict(versions())
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
 
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
+from moelora_cli.parts import write_output
 
 
 @click.command(cls=MoeloraCommand, short_help="Put the shards of a run together.")
@@ -19,12 +19,8 @@ def merge(folder: Path, output: str, overwrite: bool) -> int:
 
     Refuses while a shard has not finished or a part is missing. FOLDER is left as it is.
     """
-    from moelora.jobs.parts import merge_lines
-    from moelora.jobs.writer import check_output, open_output
+    from moelora.jobs.writer import check_output
 
     check_output(output, overwrite=overwrite)
-    lines = merge_lines(folder)
-    with open_output(output, sys.stdout.buffer) as sink:
-        for line in lines:
-            sink.write(line)
+    write_output(folder, output)
     return EXIT_DONE

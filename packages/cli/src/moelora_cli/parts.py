@@ -82,8 +82,8 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
-def write_output(folder: Path, output: Path) -> None:
-    """Puts the parts in `folder` together into `output`."""
+def write_output(folder: Path, output: str | Path) -> None:
+    """Puts the parts in `folder` together into `output`; "-" is standard output."""
     from moelora.jobs.parts import merge_lines
     from moelora.jobs.writer import open_output
 

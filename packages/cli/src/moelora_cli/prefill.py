@@ -221,6 +221,7 @@ def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, 
 
 
 def write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
+    """Writes --report and --metrics-file, where they were asked for."""
     from moelora.jobs.metrics import encode_metrics
     from moelora.jobs.report import encode_report
     from moelora.jobs.writer import write_whole

@@ -22,7 +22,7 @@ from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.capacity import EagerReason
 from moelora.checks import check_request, count_tokens
-from moelora.environment import resolve_device, versions
+from moelora.environment import resolve_device
 from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
@@ -43,6 +43,10 @@ from moelora.options import (
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result, RunMode
+from moelora.versions import versions
+
+_REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
+"""Packages that shape a result."""
 
 
 class PrefillEngine:
@@ -219,7 +223,7 @@ class PrefillEngine:
             "peak_device_bytes": peak,
             "score_chunk_rows": self._head.chunk_rows(),
             "skipped_checkpoint_tensors": len(self._base.skipped),
-            "versions": versions(),
+            "versions": {name: found for name, found in versions(_REPORTED).items() if found is not None},
         }
 
     # Construction.

@@ -1,16 +1,12 @@
-"""The machine a run finds itself on: its device, and the versions of what it uses."""
+"""The machine a run finds itself on: its device."""
 
 from __future__ import annotations
-
-import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from moelora.errors import ConfigError, choose_from
 
 _DEVICES = ["auto", "cpu", "cuda", "cuda:0"]
-_PACKAGES = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
 
 
 def resolve_device(device: str) -> torch.device:
@@ -30,14 +26,3 @@ def resolve_device(device: str) -> torch.device:
         if (resolved.index or 0) >= count:
             raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
     return resolved
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that shape a result; those not installed are left out."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

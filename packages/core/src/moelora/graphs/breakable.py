@@ -51,12 +51,7 @@ class BreakableGraph:
     def _forward(self, meta: LoraMetadata, attention_break: AttentionBreak) -> torch.Tensor:
         context = ForwardContext(backend=self._backend, meta=meta, segments=self._live, attention_break=attention_break)
         with forward_context(context):
-            output = self._base.body(
-                input_ids=self._inputs.ids(self._bucket),
-                position_ids=self._inputs.positions(self._bucket),
-                use_cache=False,
-            )
-        return output.last_hidden_state[0]
+            return self._base.hidden_states(self._inputs.ids(self._bucket), self._inputs.positions(self._bucket))
 
     def live_rows(self) -> tuple[Segments, int]:
         """Where the sequences of the batch lie now, and how many rows they fill."""

@@ -26,13 +26,9 @@ class EagerRunner(GraphRunner):
             segments=Segments.of(batch),
         )
         with forward_context(context):
-            output = self._base.body(
-                input_ids=batch.input_ids_T.unsqueeze(0),
-                position_ids=batch.position_ids_T.unsqueeze(0),
-                use_cache=False,
-            )
+            hidden_TH = self._base.hidden_states(batch.input_ids_T.unsqueeze(0), batch.position_ids_T.unsqueeze(0))
         return BodyOutput(
-            hidden_TH=output.last_hidden_state[0],
+            hidden_TH=hidden_TH,
             mode=RunMode.EAGER,
             admission=Admission(bucket=None, reason=self._reason),
         )

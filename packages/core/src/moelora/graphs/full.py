@@ -26,12 +26,7 @@ class FullGraph:
         """The padded forward that capture records, without a graph. Returns `[bucket, H]`."""
         segments = Segments(cu_seqlens_S1=self._inputs.boundaries(self._bucket), lengths=None, longest=self._bucket)
         with forward_context(ForwardContext(backend=self._backend, meta=meta, segments=segments)):
-            output = self._base.body(
-                input_ids=self._inputs.ids(self._bucket),
-                position_ids=self._inputs.positions(self._bucket),
-                use_cache=False,
-            )
-        return output.last_hidden_state[0]
+            return self._base.hidden_states(self._inputs.ids(self._bucket), self._inputs.positions(self._bucket))
 
     def capture(self, recorder: Recorder, meta: LoraMetadata, live: Segments) -> None:
         """Records the forward. `meta` must be the phase's static metadata, whatever rows it holds now."""

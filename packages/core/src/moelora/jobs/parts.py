@@ -118,7 +118,7 @@ class PartStore:
         return self._path(window).exists()
 
     def open_part(self, window: int) -> AtomicFile:
-        """A file for the part of `window`; `finish_part` must write its header first."""
+        """A file for the part of `window`. Its first line must be the header, see `header`."""
         return AtomicFile(self._path(window))
 
     def header(self, window: int) -> dict[str, Any]:

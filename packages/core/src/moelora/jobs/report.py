@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from moelora.capacity import EagerReason
 from moelora.jobs.run import JobStats
 from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
-
-PACKAGES = (
-    "moelora",
-    "moelora-kernels",
-    "moelora-cli",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "huggingface-hub",
-    "triton",
-    "flash-attn-4",
-    "peft",
-    "numpy",
-)
-"""Distributions whose versions can change a score or a speed."""
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of `PACKAGES`; None for what is not installed. moelora's own is known without metadata."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    if found["moelora"] is None:
-        from moelora import __version__
-
-        found["moelora"] = __version__
-    return found
+from moelora.versions import versions
 
 
 def build_report(

@@ -77,6 +77,10 @@ class BaseModel:
         """Everything but the head: token ids to hidden states."""
         return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
 
+    def hidden_states(self, ids_1T: torch.Tensor, positions_1T: torch.Tensor) -> torch.Tensor:
+        """Runs the body on one packed row of int64 ids and positions, `[1, T]` each; returns `[T, H]`."""
+        return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
+
     @property
     def text_config(self) -> Any:
         """The config of the decoder, also for multimodal wrappers."""
