@@ -1,5 +1,7 @@
 """The dense ops at real shapes on a CUDA device: q, k, v, o of Qwen3-30B-A3B, one token to 16,384, bf16 and fp32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -213,7 +215,8 @@ def test_a_graph_captured_from_base_rows_serves_any_batch(name):
     x_TK, out = draw(512, HIDDEN, dtype=torch.bfloat16, seed=1), draw(512, KEY, dtype=torch.bfloat16, seed=2)
     base = out.clone()
 
-    meta = backend.prepare_batch(packed([500], [-1]), phase=Phase.PREFILL, bucket=512)
+    # Whoever captures says whether LoRA is recorded; base rows alone would not.
+    meta = replace(backend.prepare_batch(packed([500], [-1]), phase=Phase.PREFILL, bucket=512), has_lora=True)
     for _ in range(2):
         backend.linear(x_TK, out, one, meta)
     graph = torch.cuda.CUDAGraph()

@@ -5,11 +5,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from moelora import EngineOptions, PrefillEngine, Request, Result
 from moelora.backends.base import DenseSlots
 from moelora.errors import ConfigError
 from moelora_kernels.ops import score_head
 from moelora_kernels.ops.score_head import HeadConfig, score_rows
 from moelora_kernels.ops.score_head.naive import naive_scores
+from tiny_models import save_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FEW = settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
@@ -122,3 +124,22 @@ def test_no_rows_and_refusals():
         score_rows(x, w, targets, softcap=0.0)
     with pytest.raises(ConfigError, match="shapes disagree"):
         score_rows(x, w, targets[:2])
+
+
+def test_an_engine_scores_through_the_fused_head_with_and_without_top_k(tmp_path):
+    save_model(tmp_path, "qwen3_moe")
+    requests = [
+        Request(token_ids=[3, 1, 4, 1, 5], top_k=0),
+        Request(token_ids=[2, 7], top_k=3),
+        Request(token_ids=[6], choices=((1, 2), (3,))),
+    ]
+
+    def run(backend: str, batch_invariant: bool) -> list[Result]:
+        options = EngineOptions(device="cpu", backend=backend, batch_invariant=batch_invariant)
+        return PrefillEngine(tmp_path, options=options).score(requests)
+
+    for got, want in zip(run("triton", True), run("torch", False), strict=True):
+        assert got.token_logprobs[1:] == pytest.approx(want.token_logprobs[1:], abs=1e-5)
+        assert got.next_token.token_id == want.next_token.token_id
+        assert [t.token_id for t in got.top_logprobs] == [t.token_id for t in want.top_logprobs]
+        assert [c.logprob for c in got.choices] == pytest.approx([c.logprob for c in want.choices], abs=1e-5)

@@ -153,7 +153,7 @@ class RowScores:
 
     target_logprob_N: log p(target), NaN where there was no target. is_greedy_N: the target's logit is the largest of
     its row. best_id_N, best_logprob_N: the arg-max, the lowest id of equals. top_ids_MK, top_logprobs_MK: the K best of
-    the M rows without a target, in their order, best first and equals by ascending id; K may be 0.
+    the M rows without a target, in their order, best first and equals by ascending id; not to be read where K is 0.
     """
 
     target_logprob_N: torch.Tensor

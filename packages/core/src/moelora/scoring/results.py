@@ -29,14 +29,16 @@ class ResultBuilder:
         first: where the sequence's rows begin; first_open: the same among the rows without a target.
         """
         self._mode = mode
-        for n, row in enumerate(sequence.rows, start=first):
+        here = slice(first, first + len(sequence.rows))
+        # Lists at once: an element of a tensor costs microseconds, and there is one per token.
+        logprobs, greedies = scores.target_logprob_N[here].tolist(), scores.is_greedy_N[here].tolist()
+        for n, (row, logprob, greedy) in enumerate(zip(sequence.rows, logprobs, greedies, strict=True), start=first):
             if row.target == NO_TARGET:
                 self._next = TokenScore(int(scores.best_id_N[n]), float(scores.best_logprob_N[n]))
-                ids, logprobs = scores.top_ids_MK[first_open].tolist(), scores.top_logprobs_MK[first_open].tolist()
-                self._top = [TokenScore(i, p) for i, p in zip(ids, logprobs)][: sequence.top_k]
-                continue
-            logprob, greedy = float(scores.target_logprob_N[n]), bool(scores.is_greedy_N[n])
-            if row.choice == PROMPT:
+                if sequence.top_k:
+                    ids, best = scores.top_ids_MK[first_open].tolist(), scores.top_logprobs_MK[first_open].tolist()
+                    self._top = [TokenScore(i, p) for i, p in zip(ids, best, strict=True)][: sequence.top_k]
+            elif row.choice == PROMPT:
                 self._logprobs.append(logprob)
                 self._greedy &= greedy
             else:
