@@ -21,7 +21,7 @@ def install_moelora(session: nox.Session, *more: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite, on the CPU. Arguments after `--` go to pytest."""
-    install_moelora(session, "peft", "pyarrow", "pytest", "pytest-timeout", "hypothesis")
+    install_moelora(session, "peft", "pyarrow", "matplotlib", "pytest", "pytest-timeout", "hypothesis")
     session.run("pytest", "-q", "-m", "not gpu", "--timeout", "300", *session.posargs)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 import moelora
+from moelora_cli.bench import bench
 from moelora_cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, say_error
 from moelora_cli.env import env
 from moelora_cli.inspect import inspect
@@ -39,6 +40,7 @@ cli.add_command(plan)
 cli.add_command(verify)
 cli.add_command(inspect)
 cli.add_command(merge)
+cli.add_command(bench)
 cli.add_command(env)
 
 

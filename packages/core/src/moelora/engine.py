@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from moelora.adapters.bank import AdapterBank, BankLayout
-from moelora.adapters.base import Adapter, Catalogue
+from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.loader import load_adapter
 from moelora.backends.base import DenseSlots, RowScores
 from moelora.batching.packing import pack
@@ -55,15 +55,16 @@ class PrefillEngine:
     >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
     >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
 
-    Raises `CheckpointError`, `AdapterError` or `ConfigError` at construction, before any work. Threads may share an
-    engine: their batches take turns.
+    An adapter is a path, or an `Adapter` in canonical form that is in memory already. Raises `CheckpointError`,
+    `AdapterError` or `ConfigError` at construction, before any work. Threads may share an engine: their batches take
+    turns.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
-        adapters: Mapping[str, str | Path] | None = None,
+        adapters: Mapping[str, str | Path | Adapter] | None = None,
         options: EngineOptions = EngineOptions(),
         on_event: Callable[[str], None] | None = None,
     ) -> None:
@@ -213,6 +214,7 @@ class PrefillEngine:
             "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
             "tokens": self._tokens,
             "memory_splits": self._memory_splits,
+            "padded_tokens": self._padded_tokens,
             "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
             "adapters": len(self._adapters),
             "adapter_loads": self._bank.loads,
@@ -220,6 +222,7 @@ class PrefillEngine:
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
             "bytes_per_slot": self._bank.layout.bytes_per_slot(self._catalogue, self._base.dtype),
+            "weight_bytes": self._base.nbytes,
             "peak_device_bytes": peak,
             "score_chunk_rows": self._head.chunk_rows(),
             "skipped_checkpoint_tensors": len(self._base.skipped),
@@ -229,16 +232,20 @@ class PrefillEngine:
     # Construction.
 
     def _load_adapters(
-        self, paths: Mapping[str, str | Path], source: BaseSource, say: Callable[[str], None]
+        self, given: Mapping[str, str | Path | Adapter], source: BaseSource, say: Callable[[str], None]
     ) -> dict[str, Adapter]:
         dtype = resolve_dtype(self.options.dtype, source.config, self._device)
         adapters = {}
-        for name, path in paths.items():
+        for name, one in given.items():
             if name == BASE_ADAPTER or not name:
                 raise AdapterError(f"an adapter cannot be called {name!r}")
-            say(f"reading adapter {name} from {path}")
+            if isinstance(one, Adapter):
+                check_fits(one, self._catalogue)
+                adapters[name] = replace(one, name=name)  # residents of the bank are known by it
+                continue
+            say(f"reading adapter {name} from {one}")
             adapters[name] = load_adapter(
-                Path(path),
+                Path(one),
                 name=name,
                 catalogue=self._catalogue,
                 dtype=dtype,

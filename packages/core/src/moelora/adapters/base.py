@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moelora.errors import AdapterError, choose_from
+
 if TYPE_CHECKING:
     import torch
 
@@ -129,3 +131,29 @@ class Adapter:
     def nbytes(self) -> int:
         """Bytes on the host."""
         return sum(f.nbytes for f in self.factors.values()) + sum(t.nbytes for t in self.replacements.values())
+
+
+def check_fits(adapter: Adapter, catalogue: Catalogue) -> None:
+    """Raises `AdapterError` where the adapter names a target that the model lacks, or has other widths than it.
+
+    For adapters that do not come from the loader, which builds them from the catalogue.
+    """
+    for name in (*adapter.factors, *adapter.replacements):
+        if catalogue.get(name) is None:
+            raise AdapterError(f"adapter {adapter.name!r}: {choose_from('target', name, catalogue.targets)}")
+    for name, factors in adapter.factors.items():
+        target, a, b = catalogue.targets[name], tuple(factors.a.shape), tuple(factors.b.shape)
+        experts = {(target.num_experts,), (1,)} if target.kind is TargetKind.EXPERTS else {()}
+        fits_a = a[:-2] in experts and a[-1] == target.in_features
+        fits_b = b[:-2] in experts and b[-2] == target.out_features and b[-1] == a[-2]
+        if target.kind is TargetKind.WHOLE or not (fits_a and fits_b):
+            raise AdapterError(
+                f"adapter {adapter.name!r}: factors of shape {list(a)} and {list(b)} do not fit {name}, which takes "
+                f"{target.in_features} values to {target.out_features}"
+            )
+    for name, weight in adapter.replacements.items():
+        if tuple(weight.shape) != catalogue.targets[name].shape:
+            raise AdapterError(
+                f"adapter {adapter.name!r}: a weight of shape {list(weight.shape)} cannot replace {name} of shape "
+                f"{list(catalogue.targets[name].shape)}"
+            )

@@ -82,6 +82,12 @@ class BaseModel:
         return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of weights and buffers; what is shared (a tied head) counts once."""
+        held = {t.data_ptr(): t.nbytes for t in (*self.causal_lm.parameters(), *self.causal_lm.buffers())}
+        return sum(held.values())
+
+    @property
     def text_config(self) -> Any:
         """The config of the decoder, also for multimodal wrappers."""
         return self.config.get_text_config()
@@ -135,14 +141,22 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
     )
 
 
-def load_plain(source: BaseSource, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model as transformers alone runs it, with its eager attention and experts; nothing of moelora is plugged in.
+def load_plain(
+    source: BaseSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "eager",
+    experts: str | None = "eager",
+) -> Any:
+    """The model as transformers alone runs it; nothing of moelora is plugged in.
 
+    attention, experts: transformers' names of its functions; None for the experts function that it chooses itself.
     Raises `CheckpointError`.
     """
-    own: dict[str, Any] = {"attn_implementation": "eager"}
-    if source.model_class._can_set_experts_implementation():
-        own["experts_implementation"] = "eager"
+    own: dict[str, Any] = {"attn_implementation": attention}
+    if experts is not None and source.model_class._can_set_experts_implementation():
+        own["experts_implementation"] = experts
     config = copy.deepcopy(source.config)
     if source.files is None:
         causal_lm = _random_model(source.model_class, config, device, dtype, own)

@@ -1,0 +1,321 @@
+"""`moelora.bench`: floors against arithmetic by hand, kernels by part, dummy adapters, and a whole benchmark."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from moelora.adapters.base import Adapter, Factors
+from moelora.adapters.loader import load_adapter
+from moelora.backends.base import MoeShape
+from moelora.bench.ceilings import Ceilings, measure_ceilings
+from moelora.bench.dummy_adapters import PROJECTIONS, dummy_adapters
+from moelora.bench.floor import (
+    AttentionShape,
+    Cost,
+    DecoderShape,
+    Linears,
+    batch_costs,
+    decoder_shape,
+    floor_seconds,
+    touched_experts,
+)
+from moelora.bench.parts import PARTS, KernelRun, busy_seconds, part_of, seconds_by_part, top_kernels
+from moelora.bench.peer import TransformersPeer
+from moelora.bench.report import Measurement
+from moelora.bench.run import BenchOptions, cut_to_layers, run_bench
+from moelora.bench.workloads import WORKLOADS, Task, Workload, find_workload
+from moelora.engine import EngineOptions, PrefillEngine
+from moelora.errors import AdapterError, ConfigError
+from moelora.models.base_model import open_base
+from moelora.models.catalogue import build_catalogue
+from moelora.models.experts import moe_shapes
+from moelora.types import BASE_ADAPTER, GraphMode, Request
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "tiny-moe"
+SHAPES = ROOT / "benchmarks" / "shapes"
+CPU = torch.device("cpu")
+
+LAYER = MoeShape(num_experts=8, top_k=2, hidden=16, up_out=24, inter=12, max_rank_up=0, max_rank_down=0)
+SHAPE = DecoderShape(
+    linears=Linears(weights=1000, widths=70),
+    experts=(LAYER, LAYER),
+    attention=(AttentionShape(width=64, kv_width=32), AttentionShape(width=64, kv_width=32, window=3)),
+    hidden=16,
+    vocab=100,
+    itemsize=2,
+)
+
+
+class TestFloor:
+    def test_costs_by_hand(self):
+        costs = batch_costs(SHAPE, [5, 2], scored_rows=3)
+        assert costs["dense"] == Cost(bytes=2 * (1000 + 7 * 70), flops=2 * 7 * 1000)
+        per_expert = 16 * 24 + 12 * 16
+        touched = 8 * (1 - 0.75**7)
+        assert costs["experts"].flops == 2 * 2 * 7 * 2 * per_expert
+        assert costs["experts"].bytes == pytest.approx(2 * 2 * (touched * per_expert + 2 * 7 * 16))
+        # Pairs that see each other: 15 + 3 without a window; 1 + 2 + 3 + 3 + 3 and 1 + 2 with one of 3.
+        assert costs["attention"].flops == 2 * 64 * ((15 + 3) + (12 + 3))
+        assert costs["attention"].bytes == 2 * 2 * 7 * (64 + 32)
+        assert costs["head"] == Cost(bytes=2 * (100 + 3) * 16, flops=2 * 3 * 16 * 100)
+
+    def test_a_part_takes_the_longer_of_its_times_and_batches_add_up(self):
+        slow_memory = Ceilings(bytes_per_second=1.0, flops_per_second=1e12)
+        slow_math = Ceilings(bytes_per_second=1e12, flops_per_second=1.0)
+        costs = batch_costs(SHAPE, [5, 2], scored_rows=3)
+        for ceilings, field in ((slow_memory, "bytes"), (slow_math, "flops")):
+            floor = floor_seconds(SHAPE, [([5, 2], 3)] * 4, ceilings)
+            assert floor == pytest.approx({part: 4 * getattr(cost, field) for part, cost in costs.items()})
+
+    def test_touched_experts(self):
+        assert touched_experts(8, 2, 1) == pytest.approx(2)
+        assert touched_experts(8, 2, 10_000) == pytest.approx(8)
+        assert touched_experts(4, 4, 1) == 4
+
+    @pytest.mark.parametrize(
+        ("name", "billions", "layers", "attention"),
+        [
+            ("Qwen3-30B-A3B", 30.532, 48, 48),
+            ("Qwen3.5-35B-A3B", 34.661, 40, 10),
+            ("Mixtral-8x7B", 46.703, 32, 32),
+            ("gpt-oss-20b", 20.915, 24, 24),
+            ("OLMoE-1B-7B", 6.919, 16, 16),
+        ],
+    )
+    def test_published_shapes(self, name, billions, layers, attention):
+        """Parameters as published; the floor counts every weight but embeddings, norms and biases."""
+        source = open_base(SHAPES / name, load_format="dummy")
+        skeleton = source.skeleton()
+        config = source.config.get_text_config()
+        shape = decoder_shape(config, build_catalogue(skeleton), moe_shapes(skeleton, config, {}), 2)
+        parameters = {n: p.numel() for n, p in skeleton.named_parameters()}
+        assert sum(parameters.values()) / 1e9 == pytest.approx(billions, abs=1e-3)
+        assert len(shape.experts) == layers
+        assert len(shape.attention) == attention
+        experts = sum(e.num_experts * (e.hidden * e.up_out + e.inter * e.hidden) for e in shape.experts)
+        counted = shape.linears.weights + experts + shape.vocab * shape.hidden
+        embedding = next(n for n in parameters if n.endswith("embed_tokens.weight"))
+        left_out = sum(n for name, n in parameters.items() if name == embedding or (n < 1e6 and "gate" not in name))
+        assert counted + left_out == pytest.approx(sum(parameters.values()), rel=2e-3)
+
+    def test_the_known_floor_of_a_known_shape(self):
+        """125,000 tokens per second with scoring, at 790 TFLOP/s: worked out elsewhere from FLOPs alone."""
+        source = open_base(SHAPES / "Qwen3-30B-A3B", load_format="dummy")
+        skeleton = source.skeleton()
+        config = source.config.get_text_config()
+        shape = decoder_shape(config, build_catalogue(skeleton), moe_shapes(skeleton, config, {}), 2)
+        ceilings = Ceilings(bytes_per_second=4.27e12, flops_per_second=790e12)
+        floor = floor_seconds(shape, [([512] * 32, 32 * 512)] * 8, ceilings)
+        assert 8 * 32 * 512 / sum(floor.values()) == pytest.approx(125_000, rel=0.02)
+
+    def test_ceilings_are_measured(self):
+        found = measure_ceilings(CPU, torch.float32)
+        assert 1e8 < found.bytes_per_second < 1e13
+        assert 1e8 < found.flops_per_second < 1e15
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        ("kernel", "part"),
+        [
+            ("attend", "attention"),
+            ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+            ("grouped_product", "experts"),
+            ("scatter_items", "experts"),
+            ("shrink", "lora"),
+            ("expand_kernel", "lora"),
+            ("score_tile", "head"),
+            ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_NNT", "dense"),
+            ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x128>", "dense"),
+            ("rms_norm_kernel", "small"),
+            ("void at::native::vectorized_elementwise_kernel<4, at::native::BUnaryFunctor>", "small"),
+            ("Memcpy DtoH (Device -> Pinned)", "copies"),
+            ("something_new", "other"),
+        ],
+    )
+    def test_kernels_by_name(self, kernel, part):
+        assert part_of(kernel) == part
+        assert part in PARTS
+
+    def test_busy_time_counts_overlaps_once_and_parts_count_each(self):
+        runs = [
+            KernelRun(name="attend", begin_s=0.0, end_s=2.0),
+            KernelRun(name="shrink", begin_s=1.0, end_s=1.5),
+            KernelRun(name="shrink", begin_s=1.5, end_s=3.0),
+            KernelRun(name="grouped_product", begin_s=5.0, end_s=6.0),
+        ]
+        assert busy_seconds(reversed(runs)) == 4.0
+        by_part = seconds_by_part(runs)
+        assert by_part["attention"] == 2.0
+        assert by_part["lora"] == 2.0
+        assert sum(by_part.values()) == 5.0
+        assert top_kernels(runs, 2) == [("attend", 1, 2.0), ("shrink", 2, 2.0)]
+
+
+class TestWorkloads:
+    def test_the_same_prompts_every_time(self):
+        one = WORKLOADS["W1"].requests(Task.SCORING, vocab_size=50, adapters=["a"])
+        again = WORKLOADS["W1"].requests(Task.SCORING, vocab_size=50, adapters=["a"])
+        assert one == again
+        assert len(one) == 256
+        assert all(256 <= len(r.token_ids) <= 768 and max(r.token_ids) < 50 for r in one)
+
+    def test_adapters_take_turns_with_the_base_first(self):
+        requests = WORKLOADS["W2"].requests(Task.SCORING, vocab_size=9, adapters=["a", "b"])
+        assert [r.adapter for r in requests[:4]] == [BASE_ADAPTER, "a", "b", BASE_ADAPTER]
+        (single,) = WORKLOADS["W4"].requests(Task.SCORING, vocab_size=9, adapters=["a", "b"])
+        assert single.adapter == "a"
+
+    def test_unknown_names_are_refused_with_the_known_ones(self):
+        with pytest.raises(ConfigError, match="W1, W2, W3, W4"):
+            find_workload("W9")
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return build_catalogue(open_base(TINY).skeleton())
+
+
+class TestInMemoryAdapters:
+    def test_score_as_those_from_disk(self, catalogue):
+        """What a path gives and what an `Adapter` gives are the same numbers."""
+        path = TINY / "adapters" / "python"
+        loaded = load_adapter(path, name="x", catalogue=catalogue, dtype=torch.float32)
+        request = Request(token_ids=list(range(40, 70)), adapter="python")
+        options = EngineOptions(device="cpu")
+        from_disk = PrefillEngine(TINY, adapters={"python": path}, options=options).score([request])[0]
+        in_memory = PrefillEngine(TINY, adapters={"python": loaded}, options=options).score([request])[0]
+        base = PrefillEngine(TINY, options=options).score([Request(token_ids=request.token_ids)])[0]
+        assert in_memory.token_logprobs == from_disk.token_logprobs
+        assert in_memory.logprob_sum != base.logprob_sum
+
+    def test_misfits_are_refused(self, catalogue):
+        def engine(target: str, a: torch.Tensor, b: torch.Tensor) -> None:
+            adapter = Adapter(name="n", path=Path("n"), factors={target: Factors(a=a, b=b)})
+            PrefillEngine(TINY, adapters={"n": adapter}, options=EngineOptions(device="cpu"))
+
+        q_proj = "model.layers.0.self_attn.q_proj"
+        with pytest.raises(AdapterError, match=r"unknown target.*q_projj.*Did you mean"):
+            engine("model.layers.0.self_attn.q_projj", torch.zeros(2, 128), torch.zeros(128, 2))
+        with pytest.raises(AdapterError, match="do not fit"):
+            engine(q_proj, torch.zeros(2, 64), torch.zeros(128, 2))
+        with pytest.raises(AdapterError, match="do not fit"):
+            engine(q_proj, torch.zeros(2, 128), torch.zeros(128, 3))
+        with pytest.raises(AdapterError, match="do not fit"):
+            engine("model.norm", torch.zeros(2, 128), torch.zeros(128, 2))
+
+    def test_dummies_cover_attention_and_experts_and_differ(self, catalogue):
+        made = dummy_adapters(catalogue, count=3, rank=4, device=CPU, dtype=torch.float32)
+        wanted = {t.name for t in catalogue if t.name.rpartition(".")[2] in (*PROJECTIONS, "gate_up_proj", "down_proj")}
+        for adapter in made.values():
+            assert set(adapter.factors) == wanted
+            assert {f.rank for f in adapter.factors.values()} == {4}
+        one, other, _ = (a.factors["model.layers.1.mlp.experts.down_proj"] for a in made.values())
+        assert not torch.equal(one.a, other.a)
+        assert one.a.std() == pytest.approx(0.02, rel=0.1)
+
+
+class TestPeer:
+    @pytest.mark.parametrize("rank", [0, 4])
+    def test_it_does_the_same_work(self, catalogue, rank):
+        """Base prompts, ragged and padded by the peer, get the scores of the engine, adapter held or not."""
+        requests = Workload(name="x", prompts=7, shortest=2, longest=30).requests(
+            Task.SCORING, vocab_size=3000, adapters=[]
+        )
+        peer = TransformersPeer(
+            open_base(TINY), catalogue, device=CPU, dtype=torch.float32, rank=rank, max_tokens=64, seed=0
+        )
+        scores = peer.score(requests, Task.SCORING)
+        best = peer.score(requests, Task.PREFILL)
+        results = PrefillEngine(TINY, options=EngineOptions(device="cpu")).score(requests)
+        for one, first, result in zip(scores, best, results, strict=True):
+            assert one.tolist() == pytest.approx(result.token_logprobs[1:], abs=1e-4)
+            assert first.item() == pytest.approx(result.next_token.logprob, abs=1e-4)
+
+    def test_adapters_change_its_scores(self, catalogue):
+        peer = TransformersPeer(
+            open_base(TINY), catalogue, device=CPU, dtype=torch.float32, rank=4, max_tokens=64, seed=0
+        )
+        tokens = list(range(30))
+        base, adapted = peer.score([Request(token_ids=tokens), Request(token_ids=tokens, adapter="a")], Task.SCORING)
+        assert not torch.allclose(base, adapted)
+        names = [n for n, _ in peer._model.named_parameters() if "lora_A" in n]
+        assert any("experts" in n for n in names)
+        assert any("q_proj" in n for n in names)
+
+
+@pytest.fixture(scope="module")
+def report():
+    bench = BenchOptions(
+        workloads=(WORKLOADS["W1"].scaled(prompts=0.04, tokens=0.04), WORKLOADS["W4"].scaled(tokens=0.1)),
+        adapters=(0, 2),
+        ranks=(4, 8),
+        graphs=(GraphMode.OFF,),
+        repeat=2,
+        layers=2,
+        peer=True,
+    )
+    options = EngineOptions(device="cpu", max_tokens=128, load_format="dummy")
+    return run_bench(TINY, bench, options)
+
+
+class TestRun:
+    def test_measures_every_setting_once(self, report):
+        keys = [(m.engine, m.workload, m.task, m.adapters, m.rank, m.loaded) for m in report.measurements]
+        assert len(keys) == len(set(keys))
+        # Without adapters one run, with them two (base and mixed), at two ranks; two tasks, two workloads, two engines.
+        assert len(keys) == (1 + 2 * 2) * 2 * 2 * 2
+        assert report.layers == 2
+
+    def test_numbers_belong_together(self, report):
+        for one in report.measurements:
+            assert len(one.seconds) == 2
+            assert one.tokens == sum(find_scaled(one).lengths())
+            assert one.tokens_per_second == pytest.approx(one.tokens / min(one.seconds))
+            assert one.floor_share > 0
+            assert (report.lora_overhead(one) is None) == (one.adapters == 0)
+            assert (report.over_peer(one) is None) == (one.engine != "moelora")
+            assert one.memory_bytes is None
+            assert one.profile is None
+        own = [m for m in report.measurements if m.engine == "moelora"]
+        assert all(sum(n for *_, n in m.passes) >= 1 and m.eager_reasons == {"graph_off": m.passes[0][2]} for m in own)
+
+    def test_facts_are_json(self, report):
+        facts = json.loads(json.dumps(report.facts(), allow_nan=False))
+        assert facts["measurements"][0]["passes"][0]["mode"] == "eager"
+        assert facts["setups"][0]["weight_bytes"] > 0
+        assert facts["setups"][1]["slot_bytes"] > 0
+        assert not math.isnan(facts["measurements"][0]["floor_share"])
+
+    def test_graph_gain_compares_with_the_eager_run(self, report):
+        import dataclasses
+
+        eager: Measurement = report.measurements[0]
+        graph = dataclasses.replace(eager, graph="full", seconds=tuple(s / 2 for s in eager.seconds))
+        both = dataclasses.replace(report, measurements=[eager, graph])
+        assert both.graph_gain(graph) == pytest.approx(2)
+        assert both.graph_gain(eager) is None
+
+
+def find_scaled(one: Measurement) -> Workload:
+    if one.workload == "W1":
+        return WORKLOADS["W1"].scaled(prompts=0.04, tokens=0.04)
+    return WORKLOADS["W4"].scaled(tokens=0.1)
+
+
+class TestCutting:
+    def test_keeps_per_layer_lists_in_step(self):
+        with cut_to_layers(SHAPES / "Qwen3.5-35B-A3B", 5, "dummy") as folder:
+            config = json.loads((folder / "config.json").read_text())
+        assert config["num_hidden_layers"] == 5
+        assert config["layer_types"] == ["linear_attention"] * 3 + ["full_attention", "linear_attention"]
+
+    def test_refuses_real_weights_and_too_many_layers(self):
+        with pytest.raises(ConfigError, match="dummy"), cut_to_layers(TINY, 2, "auto"):
+            pass
+        with pytest.raises(ConfigError, match=r"\[1, 4\].*got 5"), cut_to_layers(TINY, 5, "dummy"):
+            pass
