@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelora.batching import planner
 from moelora.batching.packing import pack
-from moelora.batching.planner import BatchLimits, assign_slots, plan
+from moelora.batching.planner import BatchLimits, PlannedBatch, plan
 from moelora.batching.sequences import NO_TARGET, PROMPT, Sequence, expand
+from moelora.batching.slots import SlotSchedule, look_ahead
 from moelora.types import BASE_ADAPTER, BASE_SLOT, Request
 
 
@@ -33,18 +35,49 @@ def test_plan_runs_everything_once_within_limits(given_rows):
         assert len({s.adapter for s in batch} - {BASE_ADAPTER}) <= LIMITS.max_adapters
 
 
-@given(st.lists(st.tuples(adapters, st.integers(1, 50)), max_size=40))
-def test_no_adapter_is_loaded_twice(given_rows):
+@given(
+    st.lists(st.tuples(adapters, st.integers(1, 60)), max_size=40),
+    st.integers(1, 4),
+    st.sampled_from([1, 3, 9]),
+    st.sampled_from([0, 1, 3, 128]),
+)
+def test_each_adapter_is_loaded_once_in_a_pass(given_rows, slots, most, lookahead):
+    """Whatever is passed over to fill a batch: no adapter comes back after its slot was given away."""
     sequences = [sequence(i, adapter, length) for i, (adapter, length) in enumerate(given_rows)]
-    residents: list[str | None] = [None, None]
-    loads = []
-    for batch in plan(sequences, LIMITS):
-        needed = {s.adapter for s in batch.sequences}
-        for name, slot in assign_slots(batch.adapters, residents).items():
-            if name in needed and residents[slot] != name:
-                residents[slot] = name
-                loads.append(name)
-    assert len(loads) == len(set(loads))
+    limits = BatchLimits(max_tokens=40, max_sequences=most, max_adapters=slots)
+    schedule = SlotSchedule(slots)
+    tenants: dict[int, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "_LOOKAHEAD", lookahead)
+        batches = list(plan(sequences, limits))
+    assert sorted(s.request for b in batches for s in b.sequences) == list(range(len(sequences)))
+    loads = 0
+    for batch in batches:
+        slot_of = schedule.place(batch)
+        assert {s.adapter for s in batch.sequences} - {BASE_ADAPTER} <= set(slot_of)
+        assert len(set(slot_of.values())) == len(slot_of) <= slots
+        loads += sum(tenants.get(slot) != name for name, slot in slot_of.items())
+        tenants.update({slot: name for name, slot in slot_of.items()})
+    assert loads == schedule.loads == len({s.adapter for s in sequences} - {BASE_ADAPTER})
+
+
+def test_one_adapter_after_the_other_so_that_slots_come_free_early():
+    rng = random.Random(4)
+    sequences = [sequence(i, f"a{rng.randrange(50)}", rng.randint(16, 768)) for i in range(10_000)]
+    batches = list(plan(sequences, BatchLimits(max_tokens=8192, max_sequences=8192, max_adapters=4)))
+    filled = [sum(s.num_tokens for s in b.sequences) / 8192 for b in batches]
+    assert min(filled[:-1]) >= 0.9
+    assert sum(len(b.adapters) for b in batches) / len(batches) < 1.5
+    schedule = SlotSchedule(4)
+    for batch in batches:
+        schedule.place(batch)
+    assert schedule.loads == 50
+
+
+def test_the_base_comes_first():
+    sequences = [sequence(i, ["a", "b", BASE_ADAPTER][i % 3], 9) for i in range(30)]
+    order = [s.adapter for b in plan(sequences, LIMITS) for s in b.sequences]
+    assert [name for name, _ in itertools.groupby(order)] == [BASE_ADAPTER, "a", "b"]
 
 
 @pytest.mark.parametrize(("budget", "longest"), [(8192, 768), (2048, 768), (16384, 4096)])
@@ -67,9 +100,22 @@ def test_a_plan_is_a_pure_function_and_keeps_adapters_together():
         assert len([k for k, _ in itertools.groupby(order)]) == len(set(order))
 
 
-def test_assign_slots_keeps_residents_and_prefers_empty_slots():
-    assert assign_slots(["b", "n"], ["a", "b", None]) == {"b": 1, "n": 2}
-    assert assign_slots(["x", "y"], ["a", None, "y"]) == {"y": 2, "x": 1}
+def test_slots_keep_their_tenants_and_give_way_in_the_order_they_were_left():
+    schedule = SlotSchedule(3)
+
+    def place(*names):
+        return schedule.place(PlannedBatch(sequences=(), adapters=names))
+
+    assert place("a", "b") == {"a": 0, "b": 1}
+    assert place("b", "c") == {"b": 1, "c": 2}
+    assert place("d", "c") == {"d": 0, "c": 2}
+    assert place("e") == {"e": 1}
+    assert schedule.loads == 5
+
+
+def test_look_ahead():
+    assert list(look_ahead("abcd", 2)) == [("a", ["b", "c"]), ("b", ["c", "d"]), ("c", ["d"]), ("d", [])]
+    assert list(look_ahead("", 2)) == []
 
 
 def test_one_token_has_only_its_next_token():

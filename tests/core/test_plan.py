@@ -105,7 +105,7 @@ def test_memory_is_what_the_engine_allocates(world, model, names, dtype):
     held = {p.data_ptr(): p.nbytes for p in causal_lm.parameters()}
     assert planned.base == sum(held.values()) + sum(b.nbytes for b in causal_lm.buffers())
     for slot, name in enumerate(["saved", "head"] if names else []):
-        bank.load(slot, engine._adapters[name])
+        bank.load(slot, engine._adapters.take(name))
     tensors = [t for s in bank.slots.values() for t in (getattr(s, n) for n in s.__dataclass_fields__) if t.ndim > 1]
     replaced = [t for _, t in bank.replaced_slots("lm_head")]
     assert planned.bank == sum(t.nbytes for t in (*tensors, *replaced))

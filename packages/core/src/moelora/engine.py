@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from threading import RLock
@@ -14,15 +14,18 @@ import torch
 
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, check_fits
+from moelora.adapters.host import HostAdapters
 from moelora.adapters.loader import load_adapter
+from moelora.adapters.residency import LOOK_AHEAD, Placement, Residency
 from moelora.backends.base import DenseSlots, RowScores
 from moelora.batching.packing import pack
-from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
+from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
+from moelora.batching.slots import look_ahead
 from moelora.capacity import EagerReason
 from moelora.checks import check_request, count_tokens
-from moelora.environment import resolve_device
+from moelora.environment import free_host_memory, resolve_device
 from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
@@ -47,6 +50,14 @@ from moelora.versions import versions
 
 _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
 """Packages that shape a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where the adapters of a batch lie, and those of the batches behind it."""
+
+    placement: Placement
+    upcoming: Sequence[Placement]
 
 
 class PrefillEngine:
@@ -100,6 +111,9 @@ class PrefillEngine:
             device=self._device,
             dtype=self._base.dtype,
         )
+        if self._device.type == "cuda" and len(self._adapters) > self._bank.num_slots:
+            self._adapters.pin()  # they take turns in the slots, and are copied while batches run
+        self._residency = Residency(self._adapters, self._bank)
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
@@ -188,8 +202,10 @@ class PrefillEngine:
                 else:
                     builders[index] = ResultBuilder(index, request)
             sequences = [s for builder in builders.values() for s in builder.sequences]
-            for batch in plan(sequences, batch_limits(self._capacity)):
-                yield from self._score_or_split(batch, builders)
+            placed = ((batch, self._place(batch)) for batch in plan(sequences, batch_limits(self._capacity)))
+            for (batch, placement), following in look_ahead(placed, LOOK_AHEAD):
+                turn = _Turn(placement, [later for _, later in following])
+                yield from self._score_or_split(batch, turn, builders)
 
     def report(self) -> dict[str, Any]:
         """Counts since construction, and what ran where. All values are JSON types."""
@@ -217,6 +233,7 @@ class PrefillEngine:
             "padded_tokens": self._padded_tokens,
             "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
             "adapters": len(self._adapters),
+            "adapters_kept_on_host": self._adapters.kept,
             "adapter_loads": self._bank.loads,
             "slots": self._capacity.slots,
             "max_tokens": self._capacity.max_tokens,
@@ -233,26 +250,32 @@ class PrefillEngine:
 
     def _load_adapters(
         self, given: Mapping[str, str | Path | Adapter], source: BaseSource, say: Callable[[str], None]
-    ) -> dict[str, Adapter]:
-        dtype = resolve_dtype(self.options.dtype, source.config, self._device)
-        adapters = {}
+    ) -> HostAdapters:
+        sources: dict[str, Path | Adapter] = {}
         for name, one in given.items():
             if name == BASE_ADAPTER or not name:
                 raise AdapterError(f"an adapter cannot be called {name!r}")
             if isinstance(one, Adapter):
                 check_fits(one, self._catalogue)
-                adapters[name] = replace(one, name=name)  # residents of the bank are known by it
-                continue
-            say(f"reading adapter {name} from {one}")
-            adapters[name] = load_adapter(
-                Path(one),
+                sources[name] = replace(one, name=name)  # residents of the bank are known by it
+            else:
+                sources[name] = Path(one)
+        dtype = resolve_dtype(self.options.dtype, source.config, self._device)
+        budget = self.options.host_bytes
+        if budget is None and (free := free_host_memory()) is not None:
+            budget = free // 2
+
+        def load(name: str, path: Path) -> Adapter:
+            return load_adapter(
+                path,
                 name=name,
                 catalogue=self._catalogue,
                 dtype=dtype,
                 base_weight=source.stored_tensor,
                 lora_b_layout=self.options.lora_b_layout,
             )
-        return adapters
+
+        return HostAdapters(sources, load, budget=budget, say=say)
 
     def _prepare_backend(self) -> None:
         self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
@@ -306,12 +329,16 @@ class PrefillEngine:
 
     # Scoring.
 
+    def _place(self, planned: PlannedBatch) -> Placement:
+        with self._lock:
+            return self._residency.place(planned)
+
     def _score_or_split(
-        self, planned: PlannedBatch, builders: dict[int, ResultBuilder]
+        self, planned: PlannedBatch, turn: _Turn, builders: dict[int, ResultBuilder]
     ) -> Iterator[tuple[int, Result]]:
         """Halves a batch that does not fit into memory until it does; a single sequence that does not is an error."""
         try:
-            finished = self._score_batch(planned, builders)
+            finished = self._score_batch(planned, turn, builders)
         except torch.OutOfMemoryError:
             finished = None
         if finished is not None:
@@ -330,18 +357,26 @@ class PrefillEngine:
         self._say(f"out of device memory with {len(sequences)} sequences; going on with half of them at a time")
         middle = len(sequences) // 2
         for half in (sequences[:middle], sequences[middle:]):
-            yield from self._score_or_split(replace(planned, sequences=half), builders)
+            yield from self._score_or_split(replace(planned, sequences=half), turn, builders)
 
-    def _score_batch(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
+    def _score_batch(
+        self, planned: PlannedBatch, turn: _Turn, builders: dict[int, ResultBuilder]
+    ) -> list[tuple[int, Result]]:
         # Slots, static buffers and the model's modules belong to one batch at a time.
         with self._lock, torch.inference_mode():
-            return self._score_batch_alone(planned, builders)
+            self._residency.bring(turn.placement)
+            try:
+                return self._score_resident(planned.sequences, turn, builders)
+            finally:
+                self._residency.release(turn.placement)
 
-    def _score_batch_alone(self, planned: PlannedBatch, builders: dict[int, ResultBuilder]) -> list[tuple[int, Result]]:
-        sequences = planned.sequences
-        slot_of = self._make_resident(planned)
-        batch = pack(sequences, slot_of, self._device)
+    def _score_resident(
+        self, sequences: Sequence[Tokens], turn: _Turn, builders: dict[int, ResultBuilder]
+    ) -> list[tuple[int, Result]]:
+        batch = pack(sequences, turn.placement, self._device)
         output = self._runner.run(batch)
+        # The body is queued, and the host waits for its scores below: time to copy what comes next.
+        self._residency.prefetch(turn.placement, turn.upcoming)
         self._passes[output.mode, output.admission.bucket] += 1
         if output.admission.reason is not None:
             self._eager_reasons[output.admission.reason] += 1
@@ -359,13 +394,6 @@ class PrefillEngine:
             if result is not None:
                 finished.append((sequence.request, result))
         return finished
-
-    def _make_resident(self, planned: PlannedBatch) -> dict[str, int]:
-        """Loads what the batch needs; the slots of the whole round are chosen together, so that none is taken twice."""
-        slot_of = assign_slots(planned.adapters, self._bank.residents)
-        for name in due_loads(planned, slot_of, self._bank.residents):
-            self._bank.load(slot_of[name], self._adapters[name])
-        return slot_of
 
     def _score_rows(self, sequences: Sequence[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
         positions, targets, row_slots = [], [], []

@@ -1,6 +1,10 @@
-"""The machine a run finds itself on: its device."""
+"""The machine a run finds itself on: its device, and how much memory its host has to give."""
 
 from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -26,3 +30,25 @@ def resolve_device(device: str) -> torch.device:
         if (resolved.index or 0) >= count:
             raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices, cuda:0 to cuda:{count - 1}")
     return resolved
+
+
+def free_host_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that processes may still take: what the system has, or less where a container (cgroup) is limited.
+
+    None where the system does not say. root: where /proc and /sys are found.
+    """
+    found = []
+    with suppress(OSError):
+        meminfo = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        found += [int(meminfo[1]) * 1024] if meminfo else []
+    for limit, usage, reclaimable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        folder = root / "sys/fs/cgroup"
+        with suppress(OSError, ValueError):  # a limit of "max" is none
+            left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            stat = (folder / usage).with_name("memory.stat").read_text()
+            cached = re.search(rf"^{reclaimable} (\d+)$", stat, re.MULTILINE)  # files read, given up when asked for
+            found.append(max(left, 0) + (int(cached[1]) if cached else 0))
+    return min(found, default=None)

@@ -36,6 +36,7 @@ class EngineOptions:
     the budget of one batch. slots: adapters on the device at once. buckets: token counts to capture. load_format: auto
     or dummy (random weights from the config alone, seeded by `seed`). score_chunk_rows: rows of logits held at once.
     lora_b_layout: "rank_major" or "grouped_by_expert" where an adapter of fused experts does not say which it is.
+    host_bytes: host memory for adapters; None for half of what is free. Those beyond it are read again for each load.
     """
 
     backend: str = "auto"
@@ -51,6 +52,7 @@ class EngineOptions:
     score_chunk_rows: int | None = None
     lora_b_layout: str | None = None
     seed: int = 0
+    host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_requests", "slots", "score_chunk_rows"):

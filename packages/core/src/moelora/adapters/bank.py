@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moelora.adapters.base import Adapter, Catalogue, Factors, TargetKind
+from moelora.adapters.streams import Mark, Streams, streams_for
 from moelora.backends.base import DenseSlots, ExpertSlots
 from moelora.errors import AdapterError
 
@@ -67,20 +68,33 @@ class BankLayout:
 
 @dataclass(slots=True)
 class _Resident:
+    """written: when the slot's copies are done; read: when the last batch that reads the slot is."""
+
     name: str | None = None
     replacements: dict[str, torch.Tensor] = field(default_factory=dict)
+    written: Mark = None
+    read: Mark = None
 
 
 class AdapterBank:
     """Slots on the device. `load` writes a whole slot, so that nothing of a former tenant survives.
 
-    The tensors of `slots` keep their addresses for the life of the bank: captured graphs may bake them in.
+    The tensors of `slots` keep their addresses for the life of the bank: captured graphs may bake them in. Copies run
+    beside the compute of the batches: `begin_reading` before a batch and `end_reading` behind it keep them in order.
     """
 
     def __init__(
-        self, catalogue: Catalogue, layout: BankLayout, *, slots: int, device: torch.device, dtype: torch.dtype
+        self,
+        catalogue: Catalogue,
+        layout: BankLayout,
+        *,
+        slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        streams: Streams | None = None,
     ) -> None:
         self.layout = layout
+        self._streams = streams or streams_for(device)
         self.num_slots = slots
         self.loads = 0
         self._residents = [_Resident() for _ in range(slots)]
@@ -107,6 +121,9 @@ class AdapterBank:
                     ranks_L=ranks_L,
                 )
         self._device = device
+        made = self._streams.compute_mark()
+        for resident in self._residents:
+            resident.read = made
 
     @property
     def residents(self) -> tuple[str | None, ...]:
@@ -122,7 +139,10 @@ class AdapterBank:
         return [(i, r.replacements[target]) for i, r in enumerate(self._residents) if target in r.replacements]
 
     def load(self, slot: int, adapter: Adapter) -> None:
-        """Writes `adapter` into `slot`. Raises `AdapterError`, changing nothing, if it does not fit."""
+        """Has `adapter` written into `slot` as soon as no batch reads the slot. Does not wait for it.
+
+        Raises `AdapterError`, changing nothing, if it does not fit.
+        """
         for name, factors in adapter.factors.items():
             room = self.layout.ranks.get(name, 0)
             if factors.rank > room:
@@ -134,32 +154,56 @@ class AdapterBank:
             raise AdapterError(
                 f"adapter {adapter.name!r} replaces {sorted(unknown)[0]}, which the bank was not made for"
             )
-        self.clear(slot)
-        for name, factors in adapter.factors.items():
-            _write(self.slots[name], slot, factors)
-        self._residents[slot] = _Resident(
-            adapter.name, {n: t.to(self._device) for n, t in adapter.replacements.items()}
-        )
+        self._rewrite(slot, adapter.factors, adapter.replacements).name = adapter.name
         self.loads += 1
 
     def clear(self, slot: int) -> None:
         """Empties a slot: its rows then behave like base rows."""
-        for slots in self.slots.values():
-            a, b = _tensors(slots)
-            a[slot].zero_()
-            b[slot].zero_()
-            slots.ranks_L[slot] = 0
-        self._residents[slot] = _Resident()
+        self._rewrite(slot, {}, {})
+
+    def _rewrite(
+        self, slot: int, factors: Mapping[str, Factors], replacements: Mapping[str, torch.Tensor]
+    ) -> _Resident:
+        before = self._residents[slot]
+        # Nameless until all of it is queued: a copy that finds no memory must not leave half an adapter behind a name.
+        resident = self._residents[slot] = _Resident(read=before.read, written=before.written)
+
+        def write() -> None:
+            for name, slots in self.slots.items():
+                _write(slots, slot, factors.get(name))
+            resident.replacements = {n: w.to(self._device, non_blocking=True) for n, w in replacements.items()}
+
+        resident.written = self._streams.copy(write, after=[before.read])
+        return resident
+
+    def begin_reading(self, slots: Iterable[int]) -> None:
+        """To be called before a batch that reads `slots` is queued: it will run behind their copies."""
+        for slot in slots:
+            resident = self._residents[slot]
+            self._streams.compute_waits(resident.written, list(resident.replacements.values()))
+
+    def end_reading(self, slots: Iterable[int]) -> None:
+        """To be called when the batch is queued: what is loaded into `slots` from now on will be copied behind it."""
+        mark = self._streams.compute_mark()
+        for slot in slots:
+            self._residents[slot].read = mark
 
 
 def _tensors(slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     return (slots.a_LERI, slots.b_LEOR) if isinstance(slots, ExpertSlots) else (slots.a_LRI, slots.b_LOR)
 
 
-def _write(slots: Slots, slot: int, factors: Factors) -> None:
-    """Copies factors into a cleared slot; factors shared by all experts are broadcast where the bank is not shared."""
+def _write(slots: Slots, slot: int, factors: Factors | None) -> None:
+    """Writes the whole slot: factors, those shared by all experts broadcast where the bank's are not, and zeros.
+
+    None empties it: its rows then behave like base rows on this target.
+    """
     a, b = _tensors(slots)
-    rank = factors.rank
-    a[slot, ..., :rank, :].copy_(factors.a, non_blocking=True)
-    b[slot, ..., :rank].copy_(factors.b, non_blocking=True)
+    rank = 0 if factors is None else factors.rank
+    if factors is not None:
+        a[slot, ..., :rank, :].copy_(factors.a, non_blocking=True)
+        b[slot, ..., :rank].copy_(factors.b, non_blocking=True)
+    if rank < a.shape[-2]:
+        a[slot, ..., rank:, :].zero_()
+        b[slot, ..., rank:].zero_()
     slots.ranks_L[slot] = rank

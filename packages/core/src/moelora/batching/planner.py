@@ -1,8 +1,9 @@
-"""Which sequences go together: rounds of adapters that fit the slots, batches that fit the budget of tokens."""
+"""Which sequences go together: batches that fit the budget of tokens, ordered so that each adapter is loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -24,70 +25,58 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """Sequences that run together. `adapters`: those of the whole round, which must stay resident until it ends."""
+    """Sequences that run together. `adapters`: those of the batch, and those that are needed before and after it."""
 
     sequences: tuple[Sequence, ...]
     adapters: tuple[str, ...]
 
 
 def plan(sequences: Seq[Sequence], limits: BatchLimits) -> Iterator[PlannedBatch]:
-    """Orders `sequences` into batches so that no adapter is needed in two rounds.
+    """Orders `sequences` into batches, adapter by adapter, so that each adapter needs a slot for one stretch of them.
 
-    A pure function of its arguments, whatever lies on the device: resumed runs and shards run the same batches. Rounds
-    follow first appearance; the base joins the first. A sequence longer than the token budget forms a batch of its own.
+    A pure function of its arguments, whatever lies on the device: resumed runs and shards run the same batches. The
+    base comes first, since it needs no slot and gives time to bring the first adapters; the others follow by first
+    appearance. One adapter's sequences stand together, which makes long runs that kernels take in few tiles, and leaves
+    slots free for the adapters that are next. A sequence longer than the token budget forms a batch of its own.
     """
-    for round_adapters in _rounds(sequences, limits):
-        named = tuple(name for name in round_adapters if name != BASE_ADAPTER)
-        place = {name: i for i, name in enumerate(round_adapters)}
-        pending = [s for s in sequences if s.adapter in round_adapters]
-        while pending:
-            batch, pending = _fill(pending, limits)
-            # Neighbours of one adapter make longer runs, which kernels take in fewer tiles.
-            batch.sort(key=lambda s: place[s.adapter])
-            yield PlannedBatch(sequences=tuple(batch), adapters=named)
+    place = {BASE_ADAPTER: 0}
+    for one in sequences:
+        place.setdefault(one.adapter, len(place))
+    pending = deque(sorted(sequences, key=lambda s: place[s.adapter]))
+    left = Counter(s.adapter for s in sequences)
+    opened: set[str] = set()
+    while pending:
+        batch, adapters = _fill(pending, opened, limits)
+        left.subtract(s.adapter for s in batch)
+        yield PlannedBatch(sequences=tuple(batch), adapters=tuple(sorted(adapters, key=place.__getitem__)))
+        opened = {name for name in adapters if left[name]}
 
 
-def _fill(pending: Seq[Sequence], limits: BatchLimits) -> tuple[list[Sequence], list[Sequence]]:
-    """The next batch, and what is left: in order, except that sequences which no longer fit are passed over.
+def _fill(pending: deque[Sequence], opened: set[str], limits: BatchLimits) -> tuple[list[Sequence], set[str]]:
+    """Takes the next batch out of `pending`; returns it with the adapters that must be resident meanwhile.
 
-    Looks at most `_LOOKAHEAD` sequences past the first that did not fit, so that nothing waits long for its turn.
+    In order, except that sequences which do not fit are passed over. Looks at most `_LOOKAHEAD` sequences past the
+    first of these, so that nothing waits long for its turn. opened: adapters with sequences both behind and ahead.
     """
-    batch, tokens = [pending[0]], pending[0].num_tokens
-    left: list[Sequence] = []
-    for i in range(1, len(pending)):
-        if len(left) > _LOOKAHEAD or tokens >= limits.max_tokens or len(batch) >= limits.max_sequences:
-            return batch, [*left, *pending[i:]]
-        if tokens + pending[i].num_tokens <= limits.max_tokens:
-            batch.append(pending[i])
-            tokens += pending[i].num_tokens
+    batch: list[Sequence] = []
+    passed: list[Sequence] = []
+    adapters, tokens = set(opened), 0
+    held_back: set[str] = set()
+    while pending and len(passed) <= _LOOKAHEAD and tokens < limits.max_tokens and len(batch) < limits.max_sequences:
+        one = pending.popleft()
+        name = one.adapter
+        known = name == BASE_ADAPTER or name in adapters
+        # An adapter that was passed over comes first in the next batch, and must find a slot there.
+        has_slot = known or len(adapters) + bool(held_back - {name}) < limits.max_adapters
+        if has_slot and (not batch or tokens + one.num_tokens <= limits.max_tokens):
+            batch.append(one)
+            tokens += one.num_tokens
+            if not known:
+                adapters.add(name)
+                held_back.discard(name)
         else:
-            left.append(pending[i])
-    return batch, left
-
-
-def _rounds(sequences: Seq[Sequence], limits: BatchLimits) -> list[dict[str, None]]:
-    wanted = dict.fromkeys(s.adapter for s in sequences)
-    named = [name for name in wanted if name != BASE_ADAPTER]
-    size = max(limits.max_adapters, 1)
-    rounds = [dict.fromkeys(named[i : i + size]) for i in range(0, len(named), size)] or [{}]
-    if BASE_ADAPTER in wanted:
-        rounds[0][BASE_ADAPTER] = None
-    return rounds
-
-
-def assign_slots(needed: Seq[str], residents: Seq[str | None]) -> dict[str, int]:
-    """A slot for every adapter of a round: its own where it is resident, else an empty one, else one not needed now."""
-    slot_of = {name: residents.index(name) for name in needed if name in residents}
-    taken = set(slot_of.values())
-    free = [i for i, name in enumerate(residents) if i not in taken]
-    free.sort(key=lambda i: residents[i] is not None)
-    for name in needed:
-        if name not in slot_of:
-            slot_of[name] = free.pop(0)
-    return slot_of
-
-
-def due_loads(planned: PlannedBatch, slot_of: Mapping[str, int], residents: Seq[str | None]) -> list[str]:
-    """The adapters that must be loaded before the batch runs: those it needs itself, not yet in their slot."""
-    needed = {s.adapter for s in planned.sequences}
-    return [name for name, slot in slot_of.items() if name in needed and residents[slot] != name]
+            passed.append(one)
+            if not known:
+                held_back.add(name)
+    pending.extendleft(reversed(passed))
+    return batch, adapters

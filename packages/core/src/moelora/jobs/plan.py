@@ -11,8 +11,9 @@ from typing import Any
 from moelora.adapters.bank import BankLayout
 from moelora.adapters.base import Adapter
 from moelora.adapters.loader import outline_adapter
-from moelora.batching.planner import PlannedBatch, assign_slots, due_loads, plan
+from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import expand
+from moelora.batching.slots import SlotSchedule
 from moelora.capacity import Admission, EagerReason, admit, graphs_blocked
 from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device
@@ -84,8 +85,7 @@ class PlanningEngine:
             dtype=self._dtype,
             score_chunk_rows=options.score_chunk_rows,
         )
-        self._residents: list[str | None] = [None] * self._capacity.bank_slots
-        self._loads = 0
+        self._schedule = SlotSchedule(self._capacity.bank_slots)
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
         self._tokens = 0
@@ -151,7 +151,7 @@ class PlanningEngine:
             "tokens": self._tokens,
             "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
             "adapters": len(self._adapters),
-            "adapter_loads": self._loads,
+            "adapter_loads": self._schedule.loads,
             "slots": self._capacity.slots,
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
@@ -186,10 +186,7 @@ class PlanningEngine:
         return (possible[0], None) if possible else (GraphMode.OFF, EagerReason.ARCHITECTURE_NOT_CAPTURABLE)
 
     def _count(self, planned: PlannedBatch) -> None:
-        slot_of = assign_slots(planned.adapters, self._residents)
-        for name in due_loads(planned, slot_of, self._residents):
-            self._residents[slot_of[name]] = name
-            self._loads += 1
+        self._schedule.place(planned)
         tokens = sum(s.num_tokens for s in planned.sequences)
         admission = self._admit(tokens, len(planned.sequences))
         mode = RunMode.EAGER if admission.reason is not None else RunMode(str(self._mode))

@@ -1,0 +1,169 @@
+"""The adapters of a run in host memory: all checked at the start, as many kept as fit, the rest read again in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from moelora.adapters.base import Adapter, Factors
+from moelora.errors import AdapterError
+
+READ_AHEAD = 2
+"""Adapters that are read, or wait to be copied, beside those that are kept."""
+
+
+class HostAdapters(Mapping[str, Adapter]):
+    """Adapters by name, in the order given. As a mapping it gives outlines, whose tensors have shapes and no values.
+
+    sources: where each is, or the adapter itself, which then stays where it is. `load` reads and checks one adapter and
+    is called for all of them here, so that a bad one is refused before any work. Those beyond `budget` bytes are let
+    go, read again in a thread of their own when `get_ready` names them, and let go after `take`. The same ones are kept
+    throughout: turns are taken in a fixed order, so that whichever one were dropped for another would be the one that
+    is missed next.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Path | Adapter],
+        load: Callable[[str, Path], Adapter],
+        *,
+        budget: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._load = load
+        self._pin = False
+        self._outlines: dict[str, Adapter] = {}
+        self._kept: dict[str, Adapter] = {}
+        self._stamps: dict[str, object] = {}
+        self._reading: dict[str, Future[Adapter]] = {}
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelora-adapters")
+        held = 0
+        for name, source in sources.items():
+            if isinstance(source, Adapter):
+                adapter = source
+            else:
+                say(f"reading adapter {name} from {source}")
+                self._stamps[name] = _stamp(source)
+                adapter = load(name, source)
+            self._outlines[name] = outline(adapter)
+            if adapter is source or budget is None or held + adapter.nbytes <= budget:
+                self._kept[name] = adapter
+                held += adapter.nbytes
+        missing = len(self._outlines) - len(self._kept)
+        if missing:
+            total = sum(a.nbytes for a in self._outlines.values())
+            say(
+                f"{len(self._kept)} of {len(self._outlines)} adapters stay in host memory ({held / 2**30:.1f} of "
+                f"{total / 2**30:.1f} GiB); the other {missing} are read from disk again each time they are loaded"
+            )
+
+    def pin(self) -> None:
+        """Moves all values into page-locked memory, from which a device copies while the host goes on."""
+        self._pin = True
+        memory = PinnedMemory()
+        for name, adapter in self._kept.items():
+            self._kept[name] = pinned(adapter, memory)
+
+    @property
+    def kept(self) -> int:
+        """Adapters that stay in host memory."""
+        return len(self._kept)
+
+    def __getitem__(self, name: str) -> Adapter:
+        return self._outlines[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outlines)
+
+    def __len__(self) -> int:
+        return len(self._outlines)
+
+    def get_ready(self, names: Iterable[str]) -> None:
+        """Has the first of `names` read that are not in memory; lets go of what was read and is not among them.
+
+        Returns at once.
+        """
+        names = list(names)
+        for name in set(self._reading) - set(names):
+            self._reading.pop(name).cancel()
+        for name in names:
+            if len(self._reading) >= READ_AHEAD:
+                return
+            if name not in self._kept and name not in self._reading:
+                self._reading[name] = self._reader.submit(self._read_again, name)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether `take` would return at once. A failed read is ready too: `take` raises what went wrong."""
+        return name in self._kept or (name in self._reading and self._reading[name].done())
+
+    def take(self, name: str) -> Adapter:
+        """The adapter with its values; waits for the disk where it must. Raises `AdapterError` if its file changed."""
+        if name in self._kept:
+            return self._kept[name]
+        reading = self._reading.pop(name, None)
+        return reading.result() if reading is not None else self._reader.submit(self._read_again, name).result()
+
+    def _read_again(self, name: str) -> Adapter:
+        path = self._outlines[name].path
+        adapter = self._load(name, path)
+        if _stamp(path) != self._stamps[name]:
+            raise AdapterError(f"{path}: changed while the run was under way")
+        return pinned(adapter, PinnedMemory()) if self._pin else adapter
+
+
+def outline(adapter: Adapter) -> Adapter:
+    """The adapter without values: its tensors keep shape and dtype and take no memory."""
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta")
+
+    return _map_tensors(adapter, shape_of)
+
+
+def pinned(adapter: Adapter, memory: PinnedMemory) -> Adapter:
+    """The adapter copied into page-locked memory."""
+    return _map_tensors(adapter, memory.copy)
+
+
+def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
+    return replace(
+        adapter,
+        factors={name: Factors(a=change(f.a), b=change(f.b)) for name, f in adapter.factors.items()},
+        replacements={name: change(tensor) for name, tensor in adapter.replacements.items()},
+    )
+
+
+class PinnedMemory:
+    """Page-locked memory in large blocks. torch rounds every pinned allocation up to a power of two, so up to twice."""
+
+    BLOCK = 64 << 20
+    _ALIGN = 256
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._allocate = allocate or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+        self._block: torch.Tensor | None = None
+        self._used = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a contiguous tensor."""
+        nbytes = tensor.nbytes
+        if nbytes > self.BLOCK // 4:  # would leave too much of a block behind
+            room = self._allocate(nbytes)
+        else:
+            if self._block is None or self._used + nbytes > self.BLOCK:
+                self._block, self._used = self._allocate(self.BLOCK), 0
+            room = self._block[self._used : self._used + nbytes]
+            self._used += -(-nbytes // self._ALIGN) * self._ALIGN
+        return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _stamp(folder: Path) -> object:
+    """Changes whenever a file of the adapter is written anew; None where the folder cannot be read."""
+    try:
+        return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file())
+    except OSError:
+        return None
