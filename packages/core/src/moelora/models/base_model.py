@@ -128,7 +128,7 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
     if source.files is None:
         causal_lm = _random_model(model_class, config, device, torch_dtype, plugged)
     else:
-        causal_lm, skipped = _load_weights(source, source.files, torch_dtype, plugged)
+        causal_lm, skipped = _load_weights(source, source.files, device, torch_dtype, plugged)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
     return BaseModel(
         folder=source.folder,
@@ -161,7 +161,7 @@ def load_plain(
     if source.files is None:
         causal_lm = _random_model(source.model_class, config, device, dtype, own)
     else:
-        causal_lm, _ = _load_weights(replace(source, config=config), source.files, dtype, own)
+        causal_lm, _ = _load_weights(replace(source, config=config), source.files, device, dtype, own)
     return causal_lm.to(device).eval().requires_grad_(False)
 
 
@@ -210,8 +210,9 @@ def _causal_class(config: Any, folder: Path) -> Any:
 
 
 def _load_weights(
-    source: BaseSource, files: CheckpointFiles, dtype: torch.dtype, plugged: dict[str, Any]
+    source: BaseSource, files: CheckpointFiles, device: torch.device, dtype: torch.dtype, plugged: dict[str, Any]
 ) -> tuple[torch.nn.Module, set[str]]:
+    """Streams the weights from the files to the device, tensor by tensor: the host never holds a copy of the model."""
     folder, config = source.folder, source.config
     if files.has_index:
         config.transformers_weights = INDEX  # else a stray model.safetensors beside the index would win
@@ -221,6 +222,7 @@ def _load_weights(
                 folder,
                 config=config,
                 dtype=dtype,
+                device_map={"": device},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # so that they are reported by name, below
                 local_files_only=True,
