@@ -9,7 +9,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "types", "tests"]
 
 PACKAGES = ("packages/core", "packages/kernels", "packages/cli")
-CODE = ("packages", "tests", "examples", "benchmarks", "noxfile.py")
+CODE = ("packages", "tests", "examples", "benchmarks", "tools", "tutorials", "noxfile.py")
 PINS = ("-c", "constraints.txt")
 
 
@@ -46,6 +46,23 @@ def demo(session: nox.Session) -> None:
     """Scores held-out text of four kinds under the base and four adapters, on the model in examples/tiny-moe."""
     install_moelora(session)
     session.run("python", "examples/demo.py", *session.posargs)
+
+
+@nox.session
+def tutorials(session: nox.Session) -> None:
+    """Runs the tutorials into docs/tutorials/; a cell that raises fails the session. Arguments: which, as `3`."""
+    install_moelora(session, "peft", "jupytext", "nbclient", "ipykernel", "matplotlib")
+    session.run("python", "tools/run_tutorials.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Checks the pages and builds the site into site/. `nox -s tutorials` comes first; torch is not needed."""
+    session.install("--no-deps", *(part for package in ("core", "cli") for part in ("-e", f"packages/{package}")))
+    session.install("click", "rich", "pytest", "mkdocs-material<10", "mkdocstrings[python]")
+    session.run("pytest", "-q", "--noconftest", "tests/docs")
+    session.run("mkdocs", "build", "--strict", "--quiet")
+    session.run("python", "tools/check_site.py")
 
 
 @nox.session(reuse_venv=False)

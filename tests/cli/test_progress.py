@@ -1,5 +1,7 @@
 """What a run says on stderr while it works."""
 
+import sys
+
 import pytest
 
 from moelora.jobs.run import JobStats
@@ -41,8 +43,17 @@ def test_nothing_in_a_message_is_markup(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "reading adapter [red]a[/red] from /x/[b]\n" + "a" * 300 + "\n"
 
 
-def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_pipe_gets_plain_lines_even_if_colour_is_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(quiet=False) as progress:
+        progress.event("loading")
+    assert capsys.readouterr().err == "loading\n"
+
+
+def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     with Progress(quiet=False) as progress:
         progress.event("loading [b]")

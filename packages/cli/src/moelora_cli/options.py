@@ -109,7 +109,7 @@ engine_options = _all(
         default="auto",
         show_default=True,
         metavar="auto|triton|csgmv|torch",
-        help="LoRA kernels; auto: triton on CUDA, torch elsewhere.",
+        help="LoRA kernels; auto: triton on CUDA, torch elsewhere. MODULE:CLASS is one of your own.",
     ),
     click.option(
         "--graph",

@@ -20,8 +20,10 @@ class Progress:
         from rich.console import Console
 
         self._quiet = quiet
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live = not quiet and self.console.is_terminal
+        # Notebooks and build services set FORCE_COLOR for what is a pipe; a live line would fill it with frames.
+        terminal = sys.stderr is not None and sys.stderr.isatty()
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=terminal)
+        self._live = not quiet and terminal
         self._status: Any = None
         self._start = self._last = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Backends by name, made on first use: built-in names first, then the entry-point group `moelora.backends`."""
+"""Backends by name, made on first use: built-in, of the entry-point group `moelora.backends`, or MODULE:CLASS."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ def backend_names() -> list[str]:
 
 
 def get_backend(name: str) -> Backend:
-    """Makes the backend called `name`. Raises `ConfigError` naming the valid choices, or what could not be imported."""
+    """Makes the backend called `name`, or the class `name` points to as MODULE:CLASS.
+
+    Raises `ConfigError` naming the valid choices, what could not be imported, or what is no `Backend`.
+    """
     where = _BUILT_IN.get(name)
     if where is None:
         found = {e.name: e.value for e in entry_points(group="moelora.backends")}
-        if name not in found:
+        if name not in found and ":" not in name:
             raise ConfigError(choose_from("backend", name, backend_names()))
-        where = found[name]
+        where = found.get(name, name)
     module, _, attribute = where.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except ImportError as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"backend {name!r} needs {module.split('.')[0]}, which cannot be imported here ({error}); "
             f"available: {', '.join(backend_names())}"
         ) from error
-    backend = factory()
-    assert isinstance(backend, Backend), f"{where} is not a Backend"
-    return backend
+    if not (isinstance(factory, type) and issubclass(factory, Backend)):
+        raise ConfigError(f"backend {name!r}: {where} is no subclass of moelora.backends.base.Backend")
+    return factory()
