@@ -2,7 +2,7 @@
 
     python tools/check_site.py
 
-Links that a reader clicks may lead anywhere. Scripts, styles, images, fonts and frames may not, nor URLs in style sheets.
+Links that a reader clicks may lead anywhere. Scripts, styles, images, fonts, frames may not, nor URLs in styles.
 """
 
 import re
@@ -11,15 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 SITE = Path(__file__).resolve().parents[1] / "site"
-LOADED = {
-    "script": "src",
-    "img": "src",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "link": "href",
-    "use": "href",
-}
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
 NOT_FETCHED = {"canonical", "next", "prev", "alternate"}
 """Values of `rel` of links that no browser fetches on its own."""
 

@@ -1,6 +1,7 @@
 """`moelora prefill` from the outside, with an engine that needs no model: files, exit codes, what is said where."""
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -51,6 +52,21 @@ def test_quiet_says_nothing_but_warnings(command: Command):
 def test_standard_input(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b'\xef\xbb\xbf{"prompt": "x"}\r\n')))
     assert command(input_="-", output="-").rows[0]["error"] is None
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet", "-"])
+def test_a_report_that_ends_in_html_is_a_page(command: Command, output: str):
+    done = command("--report", "r.html", "--adapters", "A=/a", "--with-base", output=output)
+    assert done.code == 0
+    page = (command.folder / "r.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert len(re.findall(r"<tr><td>(?:base|A)</td><td class=n>2</td><td class=n>0</td>", page)) == 2
+
+
+def test_the_json_report_tells_tokens_by_second(command: Command):
+    command("--report", "r.json")
+    report = json.loads((command.folder / "r.json").read_text())
+    assert report["timeline"]["points"][-1][1] == report["tokens"]
 
 
 def test_report_and_metrics(command: Command):

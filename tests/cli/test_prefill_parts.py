@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, Outcome, run
+from moelora_cli import workers
 from moelora_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("no_real_engine")
@@ -122,3 +123,11 @@ def test_workers_that_are_refused_say_why(command: Command):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "error: adapter 'A' in /broken is broken"
     assert command.files() == {"in.jsonl"}
+
+
+def test_workers_start_this_program_as_a_module_if_it_runs_as_one(monkeypatch: pytest.MonkeyPatch):
+    """As a file, `__main__.py` would find its neighbour `inspect` before Python's own."""
+    monkeypatch.setattr("sys.argv", ["/x/moelora_cli/__main__.py", "prefill"])
+    assert workers._program() == ["-m", "moelora_cli"]
+    monkeypatch.setattr("sys.argv", ["/usr/bin/moelora", "prefill"])
+    assert workers._program() == ["/usr/bin/moelora"]

@@ -31,6 +31,7 @@ from moelora_cli.workers import check_devices, score_with_workers
 if TYPE_CHECKING:
     from moelora.jobs.rows import Row
     from moelora.jobs.run import JobOptions, JobStats
+    from moelora.jobs.score_tally import ScoreTally
     from moelora.jobs.text import TextEncoder
 
 
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists, and the parts of another run.")
-@click.option("--report", metavar="FILE", help="Write the report of the run as JSON.")
+@click.option("--report", metavar="FILE", help="Write the report of the run: a page if FILE ends in .html, else JSON.")
 @click.option("--metrics-file", metavar="FILE", help="Write counters in Prometheus text format.")
 @click.option("--dry-run", is_flag=True, help="Print the token ids that would be scored; load no weights.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
@@ -112,19 +113,25 @@ def _score(
     from moelora.jobs.report import build_report
     from moelora.jobs.rows import parse_rows
     from moelora.jobs.run import PrefillJob
+    from moelora.jobs.score_tally import ScoreTally, TallySink
+    from moelora.jobs.timeline import TimedScorer, Timeline
     from moelora.jobs.writer import open_output
 
     start = time.monotonic()
     engine = _load_engine(options, adapters, progress)
-    job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
+    timeline = Timeline()
+    job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=progress.counts)
     loaded = time.monotonic()
     progress.begin()
+    tally = None
     try:
         if _in_parts(options):
             score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
         else:
-            with open_output(options["output"], stdout) as sink:
-                job.run(parse_rows(lines), sink)
+            tally = ScoreTally()
+            sink = open_output(options["output"], stdout)
+            with TallySink(sink, tally) if is_page(options["report"]) else sink as taking:
+                job.run(parse_rows(lines), taking)
         stats = job.stats
         report = build_report(
             stats,
@@ -132,8 +139,9 @@ def _score(
             load_seconds=loaded - start,
             engine=engine.report(),
             run=_asked_for(options, adapters),
+            timeline=timeline.as_json(),
         )
-        write_reports(options, report)
+        write_reports(options, report, tally)
     except (BrokenPipeError, RefusedOutputError):
         raise
     except Exception as error:
@@ -220,13 +228,24 @@ def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, 
     return {**asked, "adapters": {name: str(path) for name, path in adapters.items()}}
 
 
-def write_reports(options: dict[str, Any], report: dict[str, Any]) -> None:
-    """Writes --report and --metrics-file, where they were asked for."""
+def is_page(path: str | None) -> bool:
+    """Whether a report is wanted as a page."""
+    return path is not None and path.lower().endswith((".html", ".htm"))
+
+
+def write_reports(options: dict[str, Any], report: dict[str, Any], tally: ScoreTally | None = None) -> None:
+    """Writes --report and --metrics-file, where they were asked for. tally: of the rows, None to read the output."""
     from moelora.jobs.metrics import encode_metrics
     from moelora.jobs.report import encode_report
     from moelora.jobs.writer import write_whole
 
-    if options["report"] is not None:
+    if is_page(options["report"]):
+        from moelora.jobs.report_page import render_page
+        from moelora.jobs.score_tally import tally_output
+
+        rows = tally or tally_output(Path(options["output"]), shard=options["shard"])
+        write_whole(options["report"], render_page(report, rows))
+    elif options["report"] is not None:
         write_whole(options["report"], encode_report(report))
     if options["metrics_file"] is not None:
         write_whole(options["metrics_file"], encode_metrics(report))

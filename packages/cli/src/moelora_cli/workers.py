@@ -59,6 +59,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     from moelora.jobs.parts import RUN_LOCK, hold_folder, part_headers
     from moelora.jobs.report import build_report
     from moelora.jobs.run import JobStats
+    from moelora.jobs.timeline import joined
     from moelora_cli.prefill import tell, write_reports
 
     names = device_names(options["devices"])
@@ -90,7 +91,8 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     seconds = time.monotonic() - began
     engine = _joined([r.get("engine", {}) for r in reports])
     run = {"devices": names, "output": str(output)}
-    report = build_report(stats, seconds=seconds, load_seconds=0.0, engine=engine, run=run)
+    timeline = joined([r["timeline"] for r in reports if r.get("timeline", {}).get("points")])
+    report = build_report(stats, seconds=seconds, load_seconds=0.0, engine=engine, run=run, timeline=timeline)
     write_reports(options, report)
     tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
@@ -114,7 +116,7 @@ def _start(
             f"worker {number} on {device}",
             subprocess.Popen(
                 [
-                    *(sys.executable, sys.argv[0], *map(str, arguments), "--device", device),
+                    *(sys.executable, *_program(), *map(str, arguments), "--device", device),
                     *("--report", str(folder / f"report-{number}.json")),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -125,6 +127,13 @@ def _start(
         )
         for number, device in enumerate(names)
     ]
+
+
+def _program() -> list[str]:
+    """This program, as the interpreter starts it. Run as a file, `__main__.py` would find its neighbours as top-level
+    modules, `inspect` before Python's own.
+    """
+    return ["-m", "moelora_cli"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
 
 
 def _wait(workers: list[tuple[str, subprocess.Popen[str]]], progress: Progress) -> None:

@@ -14,12 +14,19 @@ from moelora.versions import versions
 
 
 def build_report(
-    stats: JobStats, *, seconds: float, load_seconds: float, engine: Mapping[str, Any], run: Mapping[str, Any]
+    stats: JobStats,
+    *,
+    seconds: float,
+    load_seconds: float,
+    engine: Mapping[str, Any],
+    run: Mapping[str, Any],
+    timeline: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The report as a JSON object.
 
     seconds: from the first row to the last line, loading not counted. load_seconds: model, adapters and capture.
     engine: the engine's own report, kept whole under `engine`. run: what was asked for (model, adapters, options).
+    timeline: tokens scored by second, of `timeline.Timeline`.
     """
     return {
         "rows": stats.rows,
@@ -33,6 +40,7 @@ def build_report(
         "seconds": seconds,
         "load_seconds": load_seconds,
         "tokens_per_second": stats.tokens / seconds if seconds > 0 else 0.0,
+        "timeline": dict(timeline or {"began": None, "points": []}),
         "warnings": list(stats.warnings),
         "engine": dict(engine),
         "run": dict(run),
