@@ -90,7 +90,14 @@ _QUICK_REPEAT = 2
     show_default=True,
     help="dummy: random weights from the config alone.",
 )
-@click.option("--device", type=DeviceType(), metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=DeviceType(),
+    metavar="auto|cpu|cuda|cuda:N",
+    default="auto",
+    show_default=True,
+    help="Where to run; auto: CUDA if there is any.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
