@@ -112,7 +112,7 @@ def play(streams: Streams, seed: int, *, budget: int | None = None) -> tuple[lis
     residency = Residency(host, bank)
     sequences = [
         Sequence(
-            request=i, adapter=rng.choice([*made, "__base__"]), token_ids=(0,) * rng.randint(1, 9), rows=(), top_k=0
+            request=i, adapter=rng.choice([*made, "__base__"]), token_ids=(0,) * rng.randint(1, 9), runs=(), top_k=0
         )
         for i in range(60)
     ]
@@ -162,7 +162,7 @@ def test_an_adapter_is_copied_while_the_one_before_it_is_used():
         CATALOGUE, BankLayout.of(host.values()), slots=2, device=CPU, dtype=torch.float32, streams=streams
     )
     residency = Residency(host, bank)
-    sequences = [Sequence(request=i, adapter=f"a{i % 6}", token_ids=(0,) * 9, rows=(), top_k=0) for i in range(60)]
+    sequences = [Sequence(request=i, adapter=f"a{i % 6}", token_ids=(0,) * 9, runs=(), top_k=0) for i in range(60)]
     limits = BatchLimits(max_tokens=20, max_sequences=8, max_adapters=2)
     placed = [(batch, residency.place(batch)) for batch in plan(sequences, limits)]
     queued_at = {}

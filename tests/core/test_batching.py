@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from moelora.batching import planner
 from moelora.batching.packing import pack
 from moelora.batching.planner import BatchLimits, PlannedBatch, plan
-from moelora.batching.sequences import NO_TARGET, PROMPT, Sequence, expand
+from moelora.batching.sequences import NO_TARGET, PROMPT, ScoredRun, Sequence, expand
 from moelora.batching.slots import SlotSchedule, look_ahead
 from moelora.types import BASE_ADAPTER, BASE_SLOT, Request
 
 
 def sequence(number, adapter, length):
-    return Sequence(request=number, adapter=adapter, token_ids=tuple(range(length)), rows=(), top_k=0)
+    return Sequence(request=number, adapter=adapter, token_ids=tuple(range(length)), runs=(), top_k=0)
 
 
 LIMITS = BatchLimits(max_tokens=40, max_sequences=5, max_adapters=2)
@@ -120,20 +120,21 @@ def test_look_ahead():
 
 def test_one_token_has_only_its_next_token():
     (only,) = expand(0, Request(token_ids=[7]))
-    assert [(r.position, r.target, r.choice) for r in only.rows] == [(0, NO_TARGET, PROMPT)]
+    assert only.runs == (ScoredRun(0, (NO_TARGET,), PROMPT),)
 
 
 def test_rows_predict_the_following_token():
     (only,) = expand(0, Request(token_ids=[7, 8, 9]))
-    assert [(r.position, r.target) for r in only.rows] == [(0, 8), (1, 9), (2, NO_TARGET)]
+    assert only.runs == (ScoredRun(0, [8, 9], PROMPT), ScoredRun(2, (NO_TARGET,), PROMPT))
+    assert only.num_rows == 3
 
 
 def test_choices_read_all_but_their_last_token_and_share_equal_reads():
     first, second = expand(3, Request(token_ids=[5, 6], choices=[[1], [2, 3], [4]], top_k=2))
-    assert first.token_ids == (5, 6)
-    assert [(r.position, r.target, r.choice) for r in first.rows if r.choice != PROMPT] == [(1, 1, 0), (1, 4, 2)]
-    assert second.token_ids == (5, 6, 2)
-    assert [(r.position, r.target, r.choice) for r in second.rows] == [(1, 2, 1), (2, 3, 1)]
+    assert first.token_ids == [5, 6]
+    assert [r for r in first.runs if r.choice != PROMPT] == [ScoredRun(1, [1], 0), ScoredRun(1, [4], 2)]
+    assert second.token_ids == [5, 6, 2]
+    assert second.runs == (ScoredRun(1, [2, 3], 1),)
     assert (first.top_k, second.top_k) == (2, 0)
 
 

@@ -290,7 +290,7 @@ def capacity(**changes):
 def packed(lengths, slots):
     names = {BASE_SLOT: BASE_ADAPTER, 0: "a", 1: "b"}
     sequences = [
-        Sequence(request=i, adapter=names[s], token_ids=(i + 1,) * n, rows=(), top_k=0)
+        Sequence(request=i, adapter=names[s], token_ids=(i + 1,) * n, runs=(), top_k=0)
         for i, (n, s) in enumerate(zip(lengths, slots))
     ]
     return pack(sequences, {"a": 0, "b": 1}, torch.device("cpu"))

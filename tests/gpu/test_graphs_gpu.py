@@ -278,7 +278,7 @@ def test_replay_beats_eager_on_a_30b_a3b_body(tmp_path, backend, mode):
     names = [*engine.adapter_names, "__base__"]
     for tokens, at_least in ((128, 3.0), (512, 2.0), (2048, 0.9)):
         sequences = [
-            Sequence(request=i, adapter=names[i % 9], token_ids=(i,) * (tokens // 16), rows=(), top_k=0)
+            Sequence(request=i, adapter=names[i % 9], token_ids=(i,) * (tokens // 16), runs=(), top_k=0)
             for i in range(16)
         ]
         batch = pack(sequences, {n: i for i, n in enumerate(engine.adapter_names)}, torch.device("cuda"))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import RLock
@@ -17,10 +16,9 @@ from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.host import HostAdapters
 from moelora.adapters.loader import load_adapter
 from moelora.adapters.residency import LOOK_AHEAD, Placement, Residency
-from moelora.backends.base import DenseSlots, RowScores
+from moelora.backends.base import DenseSlots
 from moelora.batching.packing import pack
 from moelora.batching.planner import PlannedBatch, plan
-from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.batching.slots import look_ahead
 from moelora.capacity import EagerReason
@@ -43,21 +41,14 @@ from moelora.options import (
     derive_buckets,
     derive_capacity,
 )
+from moelora.pipeline import BatchPipeline, Turn
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
-from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result, RunMode
+from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result
 from moelora.versions import versions
 
 _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
 """Packages that shape a result."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Where the adapters of a batch lie, and those of the batches behind it."""
-
-    placement: Placement
-    upcoming: Sequence[Placement]
 
 
 class PrefillEngine:
@@ -91,6 +82,9 @@ class PrefillEngine:
         self._adapters = self._load_adapters(adapters or {}, source, say)
         say(f"loading base model {model}")
         self._base = load_base(source, device=self._device, dtype=options.dtype)
+        # Asked for every request, and transformers' configs answer slowly.
+        self._vocab_size: int = self._base.text_config.vocab_size
+        self._max_positions: int | None = getattr(self._base.text_config, "max_position_embeddings", None)
         self._capacity = derive_capacity(
             options,
             self._device,
@@ -116,14 +110,12 @@ class PrefillEngine:
         self._residency = Residency(self._adapters, self._bank)
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()
-        self._passes: Counter[tuple[RunMode, int | None]] = Counter()
-        self._eager_reasons: Counter[EagerReason] = Counter()
-        self._tokens = 0
-        self._memory_splits = 0
-        self._padded_tokens = 0
         self._check_installed()
         self._selection = self._select_runner(say)
         self._runner = self._selection.runner
+        self._pipeline = BatchPipeline(
+            self._runner, self._head, self._residency, device=self._device, lock=self._lock, say=say
+        )
 
     # What the engine knows of itself.
 
@@ -135,12 +127,12 @@ class PrefillEngine:
     @property
     def vocab_size(self) -> int:
         """V: token ids lie in [0, V)."""
-        return self._base.text_config.vocab_size
+        return self._vocab_size
 
     @property
     def max_positions(self) -> int | None:
         """The longest sequence that the model has positions for; None if the config names no limit."""
-        return getattr(self._base.text_config, "max_position_embeddings", None)
+        return self._max_positions
 
     @property
     def adapter_names(self) -> list[str]:
@@ -176,7 +168,7 @@ class PrefillEngine:
     def score(self, requests: Iterable[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
         """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
 
-        `on_progress(done, total)` is called after every batch.
+        `on_progress(done, total)` is called after every result.
         """
         requests = list(requests)
         for i, request in enumerate(requests):
@@ -184,7 +176,7 @@ class PrefillEngine:
             if reason:
                 raise RequestError(f"request {i}: {reason}")
         results: dict[int, Result] = {}
-        for index, result in self.score_stream(requests):
+        for index, result in self._pipeline.run(self._turns(enumerate(requests))):
             results[index] = result
             if on_progress is not None:
                 on_progress(len(results), len(requests))
@@ -192,23 +184,43 @@ class PrefillEngine:
 
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
         """Yields (index, result) as batches finish, in any order. A bad request yields a result with `error`."""
-        numbered = enumerate(requests)
+        refused: list[tuple[int, Result]] = []
+        for found in self._pipeline.run(self._turns(self._sound(requests, refused))):
+            while refused:
+                yield refused.pop()
+            yield found
+        yield from refused
+
+    def _sound(self, requests: Iterable[Request], refused: list[tuple[int, Result]]) -> Iterator[tuple[int, Request]]:
+        """The requests that can be scored, with their indices; the others go to `refused`."""
+        for index, request in enumerate(requests):
+            reason = self.check(request)
+            if reason:
+                refused.append((index, Result(num_tokens=count_tokens(request), error=reason)))
+            else:
+                yield index, request
+
+    def _turns(self, numbered: Iterator[tuple[int, Request]]) -> Iterator[Turn]:
+        """Plans the requests window by window."""
         while window := list(islice(numbered, WINDOW_REQUESTS)):
-            builders: dict[int, ResultBuilder] = {}
-            for index, request in window:
-                reason = self.check(request)
-                if reason:
-                    yield index, Result(num_tokens=count_tokens(request), error=reason)
-                else:
-                    builders[index] = ResultBuilder(index, request)
+            builders = {index: ResultBuilder(index, request) for index, request in window}
             sequences = [s for builder in builders.values() for s in builder.sequences]
             placed = ((batch, self._place(batch)) for batch in plan(sequences, batch_limits(self._capacity)))
             for (batch, placement), following in look_ahead(placed, LOOK_AHEAD):
-                turn = _Turn(placement, [later for _, later in following])
-                yield from self._score_or_split(batch, turn, builders)
+                yield Turn(
+                    sequences=batch.sequences,
+                    placement=placement,
+                    upcoming=[later for _, later in following],
+                    builders=builders,
+                )
+
+    def _place(self, planned: PlannedBatch) -> Placement:
+        with self._lock:
+            return self._residency.place(planned)
 
     def report(self) -> dict[str, Any]:
         """Counts since construction, and what ran where. All values are JSON types."""
+        counts = self._pipeline.counts
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
         return {
             "model": str(self._base.folder),
@@ -225,13 +237,13 @@ class PrefillEngine:
             "batch_invariant": self.options.batch_invariant,
             "passes": [
                 {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
-                for (mode, bucket), count in sorted(self._passes.items(), key=str)
+                for (mode, bucket), count in sorted(counts.passes.items(), key=str)
             ],
-            "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
-            "tokens": self._tokens,
-            "memory_splits": self._memory_splits,
-            "padded_tokens": self._padded_tokens,
-            "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
+            "eager_reasons": {str(reason): count for reason, count in counts.eager_reasons.items()},
+            "tokens": counts.tokens,
+            "memory_splits": counts.memory_splits,
+            "padded_tokens": counts.padded_tokens,
+            "padding_share": counts.padding_share,
             "adapters": len(self._adapters),
             "adapters_kept_on_host": self._adapters.kept,
             "adapter_loads": self._bank.loads,
@@ -315,98 +327,15 @@ class PrefillEngine:
 
     def _check_installed(self) -> None:
         """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
-        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), rows=(), top_k=0)
+        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), runs=(), top_k=0)
         eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
         try:
             with torch.inference_mode():
                 hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
-                self._head.logits(hidden_TH[-1:], torch.tensor([BASE_SLOT], dtype=torch.int32))
+                base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=self._device)
+                self._head.logits(hidden_TH[-1:], base_row, has_lora=False)
                 self._head.recognise(hidden_TH)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
             model_type = self._base.architecture.model_type
             raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
         self._installed.check_all_called()
-
-    # Scoring.
-
-    def _place(self, planned: PlannedBatch) -> Placement:
-        with self._lock:
-            return self._residency.place(planned)
-
-    def _score_or_split(
-        self, planned: PlannedBatch, turn: _Turn, builders: dict[int, ResultBuilder]
-    ) -> Iterator[tuple[int, Result]]:
-        """Halves a batch that does not fit into memory until it does; a single sequence that does not is an error."""
-        try:
-            finished = self._score_batch(planned, turn, builders)
-        except torch.OutOfMemoryError:
-            finished = None
-        if finished is not None:
-            yield from finished
-            return
-        # Outside the except block, whose traceback would keep the failed batch's tensors alive.
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self._memory_splits += 1
-        sequences = planned.sequences
-        if len(sequences) == 1:
-            index, tokens = sequences[0].request, sequences[0].num_tokens
-            if builders.pop(index, None) is not None:  # once, however many of its sequences fail
-                yield index, Result(num_tokens=tokens, error=f"out of device memory at {tokens} tokens in one sequence")
-            return
-        self._say(f"out of device memory with {len(sequences)} sequences; going on with half of them at a time")
-        middle = len(sequences) // 2
-        for half in (sequences[:middle], sequences[middle:]):
-            yield from self._score_or_split(replace(planned, sequences=half), turn, builders)
-
-    def _score_batch(
-        self, planned: PlannedBatch, turn: _Turn, builders: dict[int, ResultBuilder]
-    ) -> list[tuple[int, Result]]:
-        # Slots, static buffers and the model's modules belong to one batch at a time.
-        with self._lock, torch.inference_mode():
-            self._residency.bring(turn.placement)
-            try:
-                return self._score_resident(planned.sequences, turn, builders)
-            finally:
-                self._residency.release(turn.placement)
-
-    def _score_resident(
-        self, sequences: Sequence[Tokens], turn: _Turn, builders: dict[int, ResultBuilder]
-    ) -> list[tuple[int, Result]]:
-        batch = pack(sequences, turn.placement, self._device)
-        output = self._runner.run(batch)
-        # The body is queued, and the host waits for its scores below: time to copy what comes next.
-        self._residency.prefetch(turn.placement, turn.upcoming)
-        self._passes[output.mode, output.admission.bucket] += 1
-        if output.admission.reason is not None:
-            self._eager_reasons[output.admission.reason] += 1
-        self._tokens += batch.num_tokens
-        if output.admission.bucket is not None:
-            self._padded_tokens += output.admission.bucket - batch.num_tokens
-        scores = self._score_rows(sequences, batch.slots, output.hidden_TH)
-        finished = []
-        first = first_open = 0
-        for sequence in sequences:
-            builder = builders.get(sequence.request)
-            result = builder.add(sequence, scores, first, first_open, output.mode) if builder is not None else None
-            first += len(sequence.rows)
-            first_open += sum(row.target == NO_TARGET for row in sequence.rows)
-            if result is not None:
-                finished.append((sequence.request, result))
-        return finished
-
-    def _score_rows(self, sequences: Sequence[Tokens], slots: tuple[int, ...], hidden_TH: torch.Tensor) -> RowScores:
-        positions, targets, row_slots = [], [], []
-        begin = 0
-        for sequence, slot in zip(sequences, slots, strict=True):
-            positions += [begin + row.position for row in sequence.rows]
-            targets += [row.target for row in sequence.rows]
-            row_slots += [slot] * len(sequence.rows)
-            begin += sequence.num_tokens
-        rows_N = torch.tensor(positions, dtype=torch.int64).to(hidden_TH.device, non_blocking=True)
-        return self._head.score(
-            hidden_TH.index_select(0, rows_N),
-            torch.tensor(targets, dtype=torch.int64),
-            torch.tensor(row_slots, dtype=torch.int32),
-            top_k=max(s.top_k for s in sequences),
-        )

@@ -32,7 +32,13 @@ class TritonOps:
         return invariant_gemm(x_MK.contiguous(), w_NK, bias_N)
 
     def score_rows(
-        self, hidden_NH: torch.Tensor, head: HeadWeights, targets_N: torch.Tensor, row_slot_N: torch.Tensor, top_k: int
+        self,
+        hidden_NH: torch.Tensor,
+        head: HeadWeights,
+        targets_N: torch.Tensor,
+        row_slot_N: torch.Tensor,
+        open_M: torch.Tensor,
+        top_k: int,
     ) -> RowScores | None:
         if top_k > MAX_TOP_K or head.weight_VH.dtype is not hidden_NH.dtype:
             return None
@@ -46,7 +52,7 @@ class TritonOps:
         )
         scores = score(hidden_NH, targets_N=targets_N, row_slot_N=row_slot_N)
         # Few rows have no target, and looking for the k best costs as much again as all else.
-        open_M = (targets_N < 0).nonzero()[:, 0] if top_k else targets_N[:0]
+        open_M = open_M if top_k else open_M[:0]
         best = score(hidden_NH[open_M], targets_N=targets_N[open_M], row_slot_N=row_slot_N[open_M], top_k=top_k)
         return RowScores(
             target_logprob_N=scores.target_logprob,

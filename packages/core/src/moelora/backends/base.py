@@ -185,11 +185,18 @@ class FusedOps(Protocol):
         """x Wᵀ + bias in one order of accumulation, whatever M is."""
 
     def score_rows(
-        self, hidden_NH: torch.Tensor, head: HeadWeights, targets_N: torch.Tensor, row_slot_N: torch.Tensor, top_k: int
+        self,
+        hidden_NH: torch.Tensor,
+        head: HeadWeights,
+        targets_N: torch.Tensor,
+        row_slot_N: torch.Tensor,
+        open_M: torch.Tensor,
+        top_k: int,
     ) -> RowScores | None:
         """Scores rows without writing their logits, or None for what it cannot do. All tensors on the device.
 
-        targets_N: int64, negative where there is none. row_slot_N: int32.
+        targets_N: int64, negative where there is none. row_slot_N: int32. open_M: int64, the rows without a target,
+        whose `top_k` best are wanted. Does not wait for the device.
         """
 
 

@@ -142,7 +142,7 @@ def batches_of(requests: Sequence[Request], limits: BatchLimits) -> list[tuple[l
     """The batches that the planner makes of some requests, each as its sequences' lengths and its scored rows."""
     sequences = [s for i, request in enumerate(requests) for s in expand(i, request)]
     return [
-        ([s.num_tokens for s in batch.sequences], sum(len(s.rows) for s in batch.sequences))
+        ([s.num_tokens for s in batch.sequences], sum(s.num_rows for s in batch.sequences))
         for batch in plan(sequences, limits)
     ]
 

@@ -161,7 +161,7 @@ class CapturedRunner(GraphRunner):
         count = max(1, min(slots, bucket // _TYPICAL_TOKENS))
         lengths = [bucket // count + (1 if i < bucket % count else 0) for i in range(count)]
         sequences = [
-            Tokens(request=i, adapter=BASE_ADAPTER, token_ids=(0,) * n, rows=(), top_k=0) for i, n in enumerate(lengths)
+            Tokens(request=i, adapter=BASE_ADAPTER, token_ids=(0,) * n, runs=(), top_k=0) for i, n in enumerate(lengths)
         ]
         return pack(sequences, {}, self._base.device)
 

@@ -5,13 +5,14 @@ Letters: N rows to score, H hidden, V vocabulary, C rows of one chunk.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from moelora.backends.base import Backend, DenseSlots, HeadWeights, RowScores
+from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
 from moelora.models.base_model import BaseModel
 from moelora.models.context import ForwardContext, forward_context
@@ -68,20 +69,17 @@ class ScoringHead:
         free = torch.cuda.mem_get_info(self._base.device)[0] if self._base.device.type == "cuda" else None
         return chunk_rows(self._vocab, self._base.dtype, free)
 
-    def score(
-        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, *, top_k: int
-    ) -> RowScores:
-        """Scores N rows. hidden_NH on the device; targets_N int64 (NO_TARGET: none) and slots_N int32 on the host."""
-        if self._fused_head is not None and (hidden_NH.shape[0] >= _FUSED_ROWS or self._backend.batch_invariant):
-            fused = self._score_fused(hidden_NH, targets_N, slots_N, top_k, self._fused_head)
-            if fused is not None:
-                return fused
-        rows = self.chunk_rows()
-        parts = [
-            self._score_chunk(hidden_NH[i : i + rows], targets_N[i : i + rows], slots_N[i : i + rows], top_k)
-            for i in range(0, hidden_NH.shape[0], rows)
-        ]
-        return _join(parts)
+    def score(self, hidden_TH: torch.Tensor, rows: HeadRows, *, top_k: int) -> RowScores:
+        """Scores the rows of a batch; hidden_TH and the result on the device. The fused head waits for nothing."""
+        hidden_NH = hidden_TH.index_select(0, rows.position_N)
+        if self._fused_head is not None and (rows.count >= _FUSED_ROWS or self._backend.batch_invariant):
+            ops = self._backend.fused_ops
+            assert ops is not None
+            scores = ops.score_rows(hidden_NH, self._fused_head, rows.target_N, rows.slot_N, rows.open_M, top_k)
+            if scores is not None:
+                return scores
+        size = self.chunk_rows()
+        return _join([self._score_chunk(hidden_NH, rows, i, i + size, top_k) for i in range(0, rows.count, size)])
 
     def recognise(self, hidden_CH: torch.Tensor) -> None:
         """Finds out whether this model's head is one product, by comparing its logits on a few real hidden rows."""
@@ -89,7 +87,7 @@ class ScoringHead:
             return
         head = self._base.causal_lm.get_output_embeddings()
         base_slots = torch.full((hidden_CH.shape[0],), BASE_SLOT, dtype=torch.int32)
-        own_CV = self.logits(hidden_CH, base_slots).float()
+        own_CV = self.logits(hidden_CH, base_slots.to(hidden_CH.device), has_lora=False).float()
         plain_CV = torch.nn.functional.linear(hidden_CH, head.weight, getattr(head, "bias", None)).float()
         for scale, softcap in _scalings(self._base.text_config):
             logits_CV = plain_CV * scale
@@ -107,25 +105,17 @@ class ScoringHead:
                 )
                 return
 
-    def _score_fused(
-        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, slots_N: torch.Tensor, top_k: int, head: HeadWeights
-    ) -> RowScores | None:
-        ops, device = self._backend.fused_ops, hidden_NH.device
-        assert ops is not None
-        scores = ops.score_rows(hidden_NH, head, targets_N.to(device), slots_N.to(device), top_k)
-        if scores is None:
-            return None
-        return RowScores(**{f.name: getattr(scores, f.name).cpu() for f in fields(RowScores)})
-
     @property
     def fused(self) -> bool:
         """Whether the fused head serves this model."""
         return self._fused_head is not None
 
-    def logits(self, hidden_CH: torch.Tensor, slots_C: torch.Tensor) -> torch.Tensor:
-        """The model's logits `[C, V]` for hidden rows, LoRA of each row's slot included. slots_C int32 on the host."""
-        has_lora = bool((slots_C != BASE_SLOT).any())
-        meta = self._backend.rows_metadata(slots_C.to(self._base.device), has_lora=has_lora)
+    def logits(self, hidden_CH: torch.Tensor, slots_C: torch.Tensor, *, has_lora: bool) -> torch.Tensor:
+        """The model's logits `[C, V]` for hidden rows, LoRA of each row's slot included. slots_C int32, on the device.
+
+        has_lora: False where all rows belong to the base.
+        """
+        meta = self._backend.rows_metadata(slots_C, has_lora=has_lora)
         model = self._base.causal_lm
         prefix: str = model.base_model_prefix
         body = getattr(model, prefix)
@@ -139,20 +129,23 @@ class ScoringHead:
             del self._stub.hidden_1CH
 
     def _score_chunk(
-        self, hidden_CH: torch.Tensor, targets_C: torch.Tensor, slots_C: torch.Tensor, top_k: int
+        self, hidden_NH: torch.Tensor, rows: HeadRows, begin: int, end: int, top_k: int
     ) -> tuple[torch.Tensor, ...]:
-        logits_CV = self.logits(hidden_CH, slots_C).float()
-        targets_C = targets_C.to(logits_CV.device)
-        wanted_C = logits_CV.gather(1, targets_C.clamp(min=0).unsqueeze(1))[:, 0]
+        has_lora = bool((rows.slots[begin:end] != BASE_SLOT).any())
+        logits_CV = self.logits(hidden_NH[begin:end], rows.slot_N[begin:end], has_lora=has_lora).float()
+        target_C = rows.target_N[begin:end]
+        first_open, end_open = np.searchsorted(rows.opens, (begin, end))
+        open_M = rows.open_M[first_open:end_open] - begin
+        wanted_C = logits_CV.gather(1, target_C.clamp(min=0).unsqueeze(1))[:, 0]
         best_C, best_id_C = logits_CV.max(dim=1)
-        no_target = targets_C == NO_TARGET
+        no_target = target_C == NO_TARGET
         # Only the last row of a request has a top k: for all rows, a k near V would be a batch of logits.
-        top_MK, top_id_MK = _best(logits_CV, no_target.nonzero()[:, 0], min(top_k, self._vocab))
+        top_MK, top_id_MK = _best(logits_CV, open_M, min(top_k, self._vocab))
         # In place: the chunk is the only tensor of its size. A row of -inf alone stays NaN rather than raise.
         norm_C = best_C + logits_CV.sub_(best_C.unsqueeze(1)).exp_().sum(dim=1).log()
         logprob_C = (wanted_C - norm_C).masked_fill(no_target, float("nan"))
         greedy_C = (wanted_C == best_C) & ~no_target
-        top_MK = top_MK - norm_C[no_target].unsqueeze(1)
+        top_MK = top_MK - norm_C[open_M].unsqueeze(1)
         return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_MK, top_MK
 
 
@@ -202,7 +195,7 @@ def _scalings(config: Any) -> list[tuple[float, float | None]]:
 
 
 def _join(parts: list[tuple[torch.Tensor, ...]]) -> RowScores:
-    columns = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     return RowScores(
         target_logprob_N=columns[0],
         is_greedy_N=columns[1],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from moelora.backends.base import RowScores
-from moelora.batching.sequences import NO_TARGET, PROMPT, Sequence, expand
+from moelora.batching.sequences import PROMPT, Sequence, expand
 from moelora.types import ChoiceScore, Request, Result, RunMode, TokenScore
 
 
@@ -16,7 +17,7 @@ class ResultBuilder:
         self.request = request
         self.sequences = expand(index, request)
         self._missing = len(self.sequences)
-        self._logprobs: list[float | None] = [None] if request.score_from == 0 else []
+        self._logprobs: list[Any] = [None] if request.score_from == 0 else []
         self._greedy = True
         self._next: TokenScore | None = None
         self._top: list[TokenScore] = []
@@ -24,29 +25,32 @@ class ResultBuilder:
         self._mode = RunMode.EAGER
 
     def add(self, sequence: Sequence, scores: RowScores, first: int, first_open: int, mode: RunMode) -> Result | None:
-        """Takes in the scores of one sequence. Returns the result once complete.
+        """Takes in the scores of one sequence, which lie on the host. Returns the result once complete.
 
         first: where the sequence's rows begin; first_open: the same among the rows without a target.
         """
         self._mode = mode
-        here = slice(first, first + len(sequence.rows))
-        # Lists at once: an element of a tensor costs microseconds, and there is one per token.
-        logprobs, greedies = scores.target_logprob_N[here].tolist(), scores.is_greedy_N[here].tolist()
-        for n, (row, logprob, greedy) in enumerate(zip(sequence.rows, logprobs, greedies, strict=True), start=first):
-            if row.target == NO_TARGET:
-                self._next = TokenScore(int(scores.best_id_N[n]), float(scores.best_logprob_N[n]))
-                if sequence.top_k:
-                    ids, best = scores.top_ids_MK[first_open].tolist(), scores.top_logprobs_MK[first_open].tolist()
-                    self._top = [TokenScore(i, p) for i, p in zip(ids, best, strict=True)][: sequence.top_k]
-            elif row.choice == PROMPT:
-                self._logprobs.append(logprob)
-                self._greedy &= greedy
+        for run in sequence.runs:
+            if run.is_open:
+                self._add_open(sequence.top_k, scores, first, first_open)
             else:
-                values, all_greedy = self._choices[row.choice]
-                values.append(logprob)
-                self._choices[row.choice] = (values, all_greedy and greedy)
+                # Lists at once: an element of a tensor costs microseconds, and there is one per token.
+                rows = slice(first, first + len(run.targets))
+                logprobs, greedy = scores.target_logprob_N[rows].tolist(), bool(scores.is_greedy_N[rows].all())
+                if run.choice == PROMPT:
+                    self._logprobs += logprobs
+                    self._greedy &= greedy
+                else:
+                    self._choices[run.choice] = (logprobs, greedy)
+            first += len(run.targets)
         self._missing -= 1
         return self._finish() if self._missing == 0 else None
+
+    def _add_open(self, top_k: int, scores: RowScores, row: int, open_row: int) -> None:
+        self._next = TokenScore(int(scores.best_id_N[row]), float(scores.best_logprob_N[row]))
+        if top_k:
+            ids, best = scores.top_ids_MK[open_row].tolist(), scores.top_logprobs_MK[open_row].tolist()
+            self._top = [TokenScore(i, p) for i, p in zip(ids, best, strict=True)][:top_k]
 
     def _finish(self) -> Result:
         choices = [
@@ -55,23 +59,26 @@ class ResultBuilder:
             )
             for ids, (values, greedy) in zip(self.request.choices, self._choices, strict=True)
         ]
+        scored = self._logprobs[1:] if self.request.score_from == 0 else self._logprobs  # position 0 has none
+        logprob_sum = math.fsum(scored)
         return Result(
             num_tokens=len(self.request.token_ids),
-            logprob_sum=math.fsum(p for p in self._logprobs if p is not None),
+            logprob_sum=logprob_sum,
             token_logprobs=self._logprobs,
             is_greedy=self._greedy,
             next_token=self._next,
             top_logprobs=self._top,
             choices=choices,
             mode=self._mode,
-            error=self._not_finite(choices),
+            error=self._not_finite(logprob_sum, choices),
         )
 
-    def _not_finite(self, choices: list[ChoiceScore]) -> str | None:
+    def _not_finite(self, logprob_sum: float, choices: list[ChoiceScore]) -> str | None:
         """The first score that is no finite number, in words."""
-        for i, value in enumerate(self._logprobs, start=self.request.score_from):
-            if value is not None and not math.isfinite(value):
-                return f"the log-probability of token {i} is {value}"
+        if not math.isfinite(logprob_sum):  # of numbers up to 0: finite if and only if all of them are
+            for i, value in enumerate(self._logprobs, start=self.request.score_from):
+                if value is not None and not math.isfinite(value):
+                    return f"the log-probability of token {i} is {value}"
         for i, choice in enumerate(choices):
             if not math.isfinite(choice.logprob):
                 return f"the log-probability of choice {i} is {choice.logprob}"

@@ -180,8 +180,8 @@ def _logits(model: Any, sequence: Tokens, device: torch.device) -> torch.Tensor:
 @torch.inference_mode()
 def _rows(logits_TV: torch.Tensor, sequence: Tokens) -> RowScores:
     """Log-softmax in fp32, a few rows at a time, by torch's own function."""
-    positions = torch.tensor([row.position for row in sequence.rows])
-    targets_N = torch.tensor([row.target for row in sequence.rows])
+    positions = torch.tensor([run.first + i for run in sequence.runs for i in range(len(run.targets))])
+    targets_N = torch.tensor([int(target) for run in sequence.runs for target in run.targets])
     wanted, greedy, best_id, best = [], [], [], []
     for begin in range(0, len(positions), _CHUNK_ROWS):
         piece = slice(begin, begin + _CHUNK_ROWS)
@@ -193,7 +193,7 @@ def _rows(logits_TV: torch.Tensor, sequence: Tokens) -> RowScores:
         greedy.append(((wanted_C == best_C) & (targets_C != NO_TARGET)).cpu())
         best_id.append(best_id_C.cpu())
         best.append(best_C.cpu())
-    none = torch.empty(sum(row.target == NO_TARGET for row in sequence.rows), 0)
+    none = torch.empty(sum(run.is_open for run in sequence.runs), 0)
     return RowScores(
         target_logprob_N=torch.cat(wanted),
         is_greedy_N=torch.cat(greedy),

@@ -1,0 +1,174 @@
+"""Scores batches one behind the other: while the device runs one, the host reads scores of the last, packs the next.
+
+Nothing here waits for the device but the reading of scores, and by then the next batch is queued behind them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from moelora.adapters.residency import Placement, Residency
+from moelora.backends.base import RowScores
+from moelora.batching.packing import pack_with_rows
+from moelora.batching.sequences import Sequence as Tokens
+from moelora.batching.transfer import Fetch
+from moelora.capacity import EagerReason
+from moelora.graphs.base import BodyOutput, GraphRunner
+from moelora.scoring.head import ScoringHead
+from moelora.scoring.results import ResultBuilder
+from moelora.types import Result, RunMode
+
+_SCORES = tuple(one.name for one in fields(RowScores))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A batch whose turn has come. placement: the slots of its adapters. upcoming: those of the batches behind it.
+
+    builders: of every request of the batch, by its index; requests that failed are taken out.
+    """
+
+    sequences: Sequence[Tokens]
+    placement: Placement
+    upcoming: Sequence[Placement]
+    builders: dict[int, ResultBuilder]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What ran, since the pipeline was made. passes: by mode and bucket."""
+
+    passes: Counter[tuple[RunMode, int | None]] = field(default_factory=Counter)
+    eager_reasons: Counter[EagerReason] = field(default_factory=Counter)
+    tokens: int = 0
+    padded_tokens: int = 0
+    memory_splits: int = 0
+
+    def add(self, output: BodyOutput, tokens: int) -> None:
+        """Counts one forward."""
+        admission = output.admission
+        self.passes[output.mode, admission.bucket] += 1
+        if admission.reason is not None:
+            self.eager_reasons[admission.reason] += 1
+        self.tokens += tokens
+        if admission.bucket is not None:
+            self.padded_tokens += admission.bucket - tokens
+
+    @property
+    def padding_share(self) -> float:
+        """Rows that held no token, over all rows."""
+        return self.padded_tokens / max(self.tokens + self.padded_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A batch that the device works on, and its scores, which are on their way."""
+
+    sequences: Sequence[Tokens]
+    builders: Mapping[int, ResultBuilder]
+    scores: Fetch
+    mode: RunMode
+
+
+class BatchPipeline:
+    """Runs turns through body and head. Several threads may, with generators of their own: their batches take turns."""
+
+    def __init__(
+        self,
+        runner: GraphRunner,
+        head: ScoringHead,
+        residency: Residency,
+        *,
+        device: torch.device,
+        lock: AbstractContextManager[object],
+        say: Callable[[str], None],
+    ) -> None:
+        """lock: held while a batch is queued; slots, static buffers and the model's modules belong to one at a time."""
+        self.counts = Counts()
+        self._runner = runner
+        self._head = head
+        self._residency = residency
+        self._device = device
+        self._lock = lock
+        self._say = say
+
+    def run(self, turns: Iterable[Turn]) -> Iterator[tuple[int, Result]]:
+        """Yields (index, result) of every request, once its last sequence is scored: a batch behind the queued one.
+
+        A batch that does not fit into memory is halved until it does; a single sequence that does not is an error.
+        Results of what was queued before an exception are still yielded.
+        """
+        queued: _Queued | None = None
+        try:
+            for turn in turns:
+                waiting = [turn.sequences]
+                while waiting:
+                    sequences = waiting.pop()
+                    behind = self._queue_or_none(sequences, turn)
+                    if queued is not None:
+                        before, queued = queued, None
+                        yield from _collect(before)
+                    queued = behind
+                    if behind is None:
+                        yield from self._make_room(sequences, waiting, turn.builders)
+        except Exception:
+            if queued is not None:
+                yield from _collect(queued)
+            raise
+        if queued is not None:
+            yield from _collect(queued)
+
+    def _queue_or_none(self, sequences: Sequence[Tokens], turn: Turn) -> _Queued | None:
+        """None if there is no memory. Returns outside the except block, whose traceback would keep tensors alive."""
+        try:
+            return self._queue(sequences, turn)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _queue(self, sequences: Sequence[Tokens], turn: Turn) -> _Queued:
+        with self._lock, torch.inference_mode():
+            self._residency.bring(turn.placement)
+            try:
+                batch, rows = pack_with_rows(sequences, turn.placement, self._device)
+                output = self._runner.run(batch)
+                self._residency.prefetch(turn.placement, turn.upcoming)
+                self.counts.add(output, batch.num_tokens)
+                scores = self._head.score(output.hidden_TH, rows, top_k=max(s.top_k for s in sequences))
+                fetch = Fetch([getattr(scores, name) for name in _SCORES])
+            finally:
+                self._residency.release(turn.placement)
+        return _Queued(sequences, turn.builders, fetch, output.mode)
+
+    def _make_room(
+        self, sequences: Sequence[Tokens], waiting: list[Sequence[Tokens]], builders: dict[int, ResultBuilder]
+    ) -> Iterator[tuple[int, Result]]:
+        """Puts both halves of a batch that did not fit back into `waiting`, or fails a single sequence."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.counts.memory_splits += 1
+        if len(sequences) == 1:
+            index, tokens = sequences[0].request, sequences[0].num_tokens
+            if builders.pop(index, None) is not None:  # once, however many of its sequences fail
+                yield index, Result(num_tokens=tokens, error=f"out of device memory at {tokens} tokens in one sequence")
+            return
+        self._say(f"out of device memory with {len(sequences)} sequences; going on with half of them at a time")
+        middle = len(sequences) // 2
+        waiting += [sequences[middle:], sequences[:middle]]  # the first half is taken first
+
+
+def _collect(queued: _Queued) -> Iterator[tuple[int, Result]]:
+    """Waits for the scores of a batch and hands out the requests that they complete."""
+    scores = RowScores(**dict(zip(_SCORES, queued.scores.wait(), strict=True)))
+    first = first_open = 0
+    for sequence in queued.sequences:
+        builder = queued.builders.get(sequence.request)
+        result = builder.add(sequence, scores, first, first_open, queued.mode) if builder is not None else None
+        first += sequence.num_rows
+        first_open += sum(run.is_open for run in sequence.runs)
+        if result is not None:
+            yield sequence.request, result
