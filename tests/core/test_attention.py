@@ -79,5 +79,5 @@ def test_a_mask_is_intersected_never_ignored(additive):
 
 def test_an_unknown_argument_is_refused():
     x = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(CheckpointError, match="block_indices"):
-        moelora_attention(torch.nn.Linear(1, 1), x, x, x, None, block_indices=torch.zeros(1))
+    with pytest.raises(CheckpointError, match="window_pattern"):
+        moelora_attention(torch.nn.Linear(1, 1), x, x, x, None, window_pattern=torch.zeros(1))

@@ -80,24 +80,31 @@ def adapter_facts(folder: Path, model: str | None, lora_b_layout: str | None) ->
 def checkpoint_facts(model: str) -> dict[str, Any]:
     """What is in a checkpoint: its sizes, its files, and what of it an adapter can change."""
     from moelora.jobs.text import has_tokenizer
-    from moelora.models.architecture import describe_architecture
-    from moelora.models.base_model import read_config
+    from moelora.models.base_model import open_base, read_config
     from moelora.models.checkpoint import check_checkpoint, find_model_folder
 
     folder = find_model_folder(model)
     config = read_config(folder).get_text_config()
-    architecture = describe_architecture(config)
     facts: dict[str, Any] = {
         "checkpoint": str(folder),
-        "model_type": architecture.model_type,
+        "model_type": config.model_type,
         "layers": getattr(config, "num_hidden_layers", None),
         "hidden_size": getattr(config, "hidden_size", None),
         "vocab_size": getattr(config, "vocab_size", None),
         "max_positions": getattr(config, "max_position_embeddings", None),
-        "packs_requests": architecture.packs or architecture.reason,
         "tokenizer": has_tokenizer(folder),
         "refused": [],
     }
+    try:
+        architecture = open_base(model, load_format="dummy").architecture
+        facts["packs_requests"] = architecture.packs or architecture.reason
+        facts["called_once_per_request"] = list(architecture.looped)
+        facts["attention_function"] = architecture.attention
+        facts["experts_function"] = architecture.experts
+        facts["graph_modes"] = [str(mode) for mode in architecture.graph_modes]
+        facts["reads_on_the_host"] = list(architecture.syncs)
+    except MoeloraError as error:
+        facts["refused"].append(str(error))
     try:
         files = check_checkpoint(folder)
         facts |= {"files": len(files.files), "tensors": len(files.tensors), "file_bytes": files.nbytes}

@@ -1,9 +1,8 @@
-"""Breakable graphs: the body in segments that end at every attention, which runs eagerly on the live rows."""
+"""Breakable graphs: the body in segments that end at every attention or other token mixer, which runs eagerly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,11 +10,11 @@ from moelora.backends.base import Backend, LoraMetadata
 from moelora.graphs.buffers import StaticInputs
 from moelora.graphs.recorder import Recorder, Recording
 from moelora.models.base_model import BaseModel
-from moelora.models.context import AttentionBreak, ForwardContext, Segments, forward_context
+from moelora.models.context import ForwardContext, GraphBreak, Segments, forward_context
 
 
 class BreakableGraph:
-    """One bucket and one variant, with or without LoRA. Attention reads `live` at replay, never what capture saw."""
+    """One bucket and one variant, with or without LoRA. Token mixers read `live` at replay, never what capture saw."""
 
     def __init__(self, base: BaseModel, backend: Backend, inputs: StaticInputs, bucket: int) -> None:
         self._base = base
@@ -23,20 +22,21 @@ class BreakableGraph:
         self._inputs = inputs
         self._bucket = bucket
         self._live: Segments | None = None
+        self._meta: LoraMetadata | None = None
         self._recording: Recording | None = None
         self._hidden_TH: torch.Tensor | None = None
 
     def run_eagerly(self, meta: LoraMetadata, live: Segments) -> torch.Tensor:
         """The padded forward that capture records, without a graph. Returns `[bucket, H]`."""
-        self._live = live
-        return self._forward(meta, _Break(self, lambda eager: eager(), keep=lambda tensor: tensor))
+        self._live, self._meta = live, meta
+        return self._forward(_Break(self, lambda eager: eager(), keep=lambda tensor: tensor))
 
     def capture(self, recorder: Recorder, meta: LoraMetadata, live: Segments) -> None:
         """Records the forward in parts. `meta` must be the phase's static metadata."""
-        self._live = live
+        self._live, self._meta = live, meta
 
         def work(pause: Callable[[Callable[[], None]], None]) -> None:
-            self._hidden_TH = self._forward(meta, _Break(self, pause, keep=recorder.alias))
+            self._hidden_TH = self._forward(_Break(self, pause, keep=recorder.alias))
 
         self._recording = recorder.record_parts(work)
 
@@ -44,24 +44,28 @@ class BreakableGraph:
         """Replays on what the static buffers hold and `live`. Returns `[bucket, H]`, overwritten by the next replay."""
         assert self._recording is not None, f"bucket {self._bucket} was not captured"
         self._live = live
-        self._recording.replay()
+        with forward_context(self._context()):  # for the pieces between the parts
+            self._recording.replay()
         assert self._hidden_TH is not None
         return self._hidden_TH
 
-    def _forward(self, meta: LoraMetadata, attention_break: AttentionBreak) -> torch.Tensor:
-        context = ForwardContext(backend=self._backend, meta=meta, segments=self._live, attention_break=attention_break)
-        with forward_context(context):
+    def _forward(self, graph_break: GraphBreak) -> torch.Tensor:
+        with forward_context(self._context(graph_break)):
             return self._base.hidden_states(self._inputs.ids(self._bucket), self._inputs.positions(self._bucket))
 
-    def live_rows(self) -> tuple[Segments, int]:
-        """Where the sequences of the batch lie now, and how many rows they fill."""
-        assert self._live is not None
-        assert self._live.lengths is not None
-        return self._live, sum(self._live.lengths)
+    def _context(self, graph_break: GraphBreak | None = None) -> ForwardContext:
+        assert self._meta is not None, f"bucket {self._bucket} has seen no batch"
+        return ForwardContext(backend=self._backend, meta=self._meta, segments=self.live, graph_break=graph_break)
+
+    @property
+    def live(self) -> Segments:
+        """Where the sequences of the batch lie now."""
+        assert self._live is not None, f"bucket {self._bucket} has seen no batch"
+        return self._live
 
 
-class _Break(AttentionBreak):
-    """Puts each attention between two parts. Its output lands in a buffer that belongs to the part before it."""
+class _Break(GraphBreak):
+    """Puts a piece of eager work between two parts. Its tensors belong to the part before it."""
 
     def __init__(
         self,
@@ -73,17 +77,11 @@ class _Break(AttentionBreak):
         self._pause = pause
         self._keep = keep
 
-    def attend(
-        self, backend: Backend, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, options: dict[str, Any]
-    ) -> torch.Tensor:
-        # Zeroed inside the graph: rows behind the live ones would else hand old values, NaN perhaps, to the next part.
-        out_THD = torch.zeros(*q_THD.shape[:2], v_THD.shape[2], dtype=q_THD.dtype, device=q_THD.device)
+    @property
+    def segments(self) -> Segments:
+        return self._graph.live
+
+    def run(self, work: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
         graph = self._graph
-        out, q, k, v = (self._keep(x) for x in (out_THD, q_THD, k_THD, v_THD))
-
-        def eager() -> None:
-            segments, live = graph.live_rows()
-            out[:live] = backend.attention(q[:live], k[:live], v[:live], segments, **options)
-
-        self._pause(eager)
-        return out_THD
+        kept = [self._keep(tensor) for tensor in tensors]
+        self._pause(lambda: work(graph.live, *kept))

@@ -76,6 +76,10 @@ def select_runner(wanted: RunnerRequest, make_recorder: Callable[[torch.device],
         if mode not in wanted.backend.capabilities.graph_modes:
             notes.append(f"backend {wanted.backend.capabilities.name} does not support {mode} graphs")
             continue
+        if mode is GraphMode.FULL and wanted.base.architecture.loops:
+            looped = ", ".join(wanted.base.architecture.looped)
+            notes.append(f"no full graphs: {looped} is called once per request, outside the graph")
+            continue
         runner = CapturedRunner(
             wanted.base,
             wanted.backend,

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from moelora.errors import CheckpointError, ConfigError, choose_from
-from moelora.models.architecture import Architecture, describe_architecture
-from moelora.models.attention import MASKED, PACKED, register_attention
+from moelora.models.architecture import Architecture
+from moelora.models.attention import register_attention
 from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, find_model_folder
+from moelora.models.context import row_of
+from moelora.models.decoder import decoder_of
 from moelora.models.experts import EXPERTS, register_experts
+from moelora.models.mixers import install_loops
+from moelora.models.unregistered import adopt_experts
+from moelora.models.verdicts import find_verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,12 +45,7 @@ class BaseSource:
 
     def skeleton(self) -> torch.nn.Module:
         """The model without weights, on the meta device: enough to know what an adapter can target."""
-        try:
-            with torch.device("meta"), _Quiet():
-                return self.model_class._from_config(copy.deepcopy(self.config))
-        except Exception as error:  # whatever a config of impossible numbers provokes in a model's code
-            path = self.folder / "config.json"
-            raise CheckpointError(f"no model can be made from {path}: {_first_line(error)}") from error
+        return _skeleton(self.model_class, self.config, self.folder)
 
     def stored_tensor(self, name: str) -> torch.Tensor | None:
         """The checkpoint's own tensor of that name, in its own dtype; None if no tensor has that name."""
@@ -73,13 +73,14 @@ class BaseModel:
     skipped: tuple[str, ...] = ()
 
     @property
-    def body(self) -> torch.nn.Module:
-        """Everything but the head: token ids to hidden states."""
-        return getattr(self.causal_lm, self.causal_lm.base_model_prefix)
+    def body(self) -> Any:
+        """The decoder: token ids to hidden states."""
+        return decoder_of(self.causal_lm)
 
     def hidden_states(self, ids_1T: torch.Tensor, positions_1T: torch.Tensor) -> torch.Tensor:
         """Runs the body on one packed row of int64 ids and positions, `[1, T]` each; returns `[T, H]`."""
-        return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
+        with row_of(positions_1T):
+            return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
 
     @property
     def nbytes(self) -> int:
@@ -100,11 +101,13 @@ def open_base(model: str | Path, *, load_format: str = "auto") -> BaseSource:
     """
     folder = find_model_folder(model)
     config = read_config(folder)
+    model_class = _causal_class(config, folder)
+    architecture = find_verdict(model_class, config, lambda: decoder_of(_skeleton(model_class, config, folder)))
     return BaseSource(
         folder=folder,
         config=config,
-        architecture=describe_architecture(config.get_text_config()),
-        model_class=_causal_class(config, folder),
+        architecture=architecture,
+        model_class=model_class,
         files=None if load_format == "dummy" else check_checkpoint(folder),
     )
 
@@ -119,17 +122,18 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
     torch_dtype = resolve_dtype(dtype, config, device)
     register_attention()
     register_experts()
-    plugged: dict[str, Any] = {"attn_implementation": MASKED if architecture.needs_mask else PACKED}
-    if not model_class._can_set_attn_implementation():
-        raise CheckpointError(f"{model_class.__name__} takes no attention function; moelora cannot run it")
+    plugged: dict[str, Any] = {"attn_implementation": architecture.attention}
     if model_class._can_set_experts_implementation():
-        plugged["experts_implementation"] = EXPERTS
+        plugged["experts_implementation"] = EXPERTS if architecture.experts else "eager"
     skipped: set[str] = set()
     if source.files is None:
         causal_lm = _random_model(model_class, config, device, torch_dtype, plugged)
     else:
         causal_lm, skipped = _load_weights(source, source.files, device, torch_dtype, plugged)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
+    if architecture.experts:
+        adopt_experts(causal_lm)
+    install_loops(causal_lm, architecture.loops)
     return BaseModel(
         folder=source.folder,
         config=causal_lm.config,
@@ -196,6 +200,15 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ConfigError(choose_from("dtype", dtype, [*DTYPES, "auto"]))
     return DTYPES[dtype]
+
+
+def _skeleton(model_class: Any, config: Any, folder: Path) -> Any:
+    try:
+        with torch.device("meta"), _Quiet():
+            return model_class._from_config(copy.deepcopy(config))
+    except Exception as error:  # whatever a config of impossible numbers provokes in a model's code
+        path = folder / "config.json"
+        raise CheckpointError(f"no model can be made from {path}: {_first_line(error)}") from error
 
 
 def _causal_class(config: Any, folder: Path) -> Any:

@@ -8,10 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moelora.adapters.base import Catalogue, Target, TargetKind
-
-# Experts that never reach the experts registry, whose attributes therefore do not say how they are stored.
-# Value: (transposed, interleaved).
-_UNREGISTERED_EXPERTS = {"Llama4TextExperts": (True, False), "Step3p7Experts": (False, False)}
+from moelora.models.unregistered import experts_layout
 
 # Linear layers whose weight another module reads directly: a delta added to their forward would never be computed, so
 # they are no targets and an adapter on them is refused.
@@ -53,8 +50,10 @@ def _targets_of(name: str, module: nn.Module, *, is_embedding: bool) -> Iterator
         yield _matrix(name, TargetKind.EMBEDDING, weight)
     elif type(module) is nn.Linear:
         yield _matrix(name, TargetKind.LINEAR, module.weight)
-    elif hasattr(module, "is_transposed") or class_name in _UNREGISTERED_EXPERTS:
-        yield from _experts(name, module)
+    elif hasattr(module, "is_transposed"):
+        yield from _experts(name, module, bool(module.is_transposed), not getattr(module, "is_concatenated", True))
+    elif (layout := experts_layout(module)) is not None:
+        yield from _experts(name, module, layout[1], False)
     elif weight is not None and weight.dim() == 2 and any(word in class_name for word in _ROUTER_WORDS):
         yield _matrix(name, TargetKind.ROUTER, weight)
     elif weight is not None and weight.dim() == 1 and "Norm" in class_name:
@@ -68,11 +67,7 @@ def _matrix(name: str, kind: TargetKind, weight: Tensor) -> Target:
     return Target(name=name, kind=kind, in_features=into, out_features=out, shape=(rows, columns))
 
 
-def _experts(name: str, module: nn.Module) -> Iterator[Target]:
-    transposed, interleaved = _UNREGISTERED_EXPERTS.get(
-        type(module).__name__,
-        (bool(getattr(module, "is_transposed", False)), not getattr(module, "is_concatenated", True)),
-    )
+def _experts(name: str, module: nn.Module, transposed: bool, interleaved: bool) -> Iterator[Target]:
     for leaf, parameter in module._parameters.items():
         if parameter is None or parameter.dim() != 3 or leaf not in ("gate_up_proj", "up_proj", "down_proj"):
             continue

@@ -6,9 +6,10 @@ Each thread has its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from threading import local
 from typing import TYPE_CHECKING, Any
 
@@ -36,39 +37,70 @@ class Segments:
     cache: dict[Any, Any] = field(default_factory=dict)
     """For what a backend derives from the boundaries once and uses in every layer of this forward."""
 
+    def rows(self) -> list[slice]:
+        """The rows of each sequence. Reads the boundaries where their lengths are not known, which synchronises."""
+        lengths = self.lengths if self.lengths is not None else tuple(self.cu_seqlens_S1.diff().tolist())
+        ends = list(accumulate(lengths))
+        return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True) if length]
+
     @staticmethod
     def of(batch: PackedBatch) -> Segments:
         """The live segments of a batch."""
         return Segments(cu_seqlens_S1=batch.cu_seqlens_S1, lengths=batch.lengths, longest=max(batch.lengths))
 
 
-class AttentionBreak(ABC):
-    """Where a breakable graph ends: takes over each attention of the forward that is being captured."""
+class GraphBreak(ABC):
+    """Where a breakable graph ends: takes over each piece of the captured forward that needs exact lengths."""
+
+    @property
+    @abstractmethod
+    def segments(self) -> Segments:
+        """The live segments of the batch that runs now."""
 
     @abstractmethod
-    def attend(
-        self, backend: Backend, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, options: dict[str, Any]
-    ) -> torch.Tensor:
-        """Runs `backend.attention(q, k, v, live segments, **options)` outside the graph, now and at every replay."""
+    def run(self, work: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
+        """Runs `work(segments, *tensors)` outside the graph, now and at every replay, on the live segments then.
+
+        tensors: memory of the graph, inputs and outputs alike; `work` must hold on to no other. Its writes are what
+        the graph goes on with.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """What one forward needs besides its inputs.
 
-    segments: None while the scoring head runs on loose rows. attention_break: set while a breakable graph is captured.
+    segments: None while the scoring head runs on loose rows. graph_break: set while a breakable graph is captured.
     """
 
     backend: Backend
     meta: LoraMetadata
     segments: Segments | None
-    attention_break: AttentionBreak | None = None
+    graph_break: GraphBreak | None = None
+
+    def alone(self, segments: Segments) -> list[tuple[slice, ForwardContext]]:
+        """For each of `segments`: its rows, and the context of a forward that holds nothing else."""
+        key = ("alone", self.meta.has_lora)
+        if key not in segments.cache:
+            segments.cache[key] = [(rows, self._narrowed(rows, segments)) for rows in segments.rows()]
+        found: list[tuple[slice, ForwardContext]] = segments.cache[key]
+        return found
+
+    def _narrowed(self, rows: slice, segments: Segments) -> ForwardContext:
+        length = rows.stop - rows.start
+        boundaries = segments.cu_seqlens_S1.new_tensor([0, length])
+        return ForwardContext(
+            backend=self.backend,
+            meta=self.backend.rows_metadata(self.meta.token_slot_T[rows], has_lora=self.meta.has_lora),
+            segments=Segments(cu_seqlens_S1=boundaries, lengths=(length,), longest=length),
+        )
 
 
 class _Current(local):
     """By thread: what another thread runs meanwhile, an engine or a plain model, must not see it."""
 
     context: ForwardContext | None = None
+    positions_1T: torch.Tensor | None = None
 
 
 _current = _Current()
@@ -88,12 +120,42 @@ def has_context() -> bool:
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Makes `context` the current one for the enclosed forward. Contexts do not nest."""
+    """Makes `context` the current one for the enclosed forward. Forwards do not nest."""
     assert _current.context is None, "forward contexts do not nest"
-    _current.context = context
     ops = context.backend.fused_ops
+    products = InvariantProducts(ops) if context.backend.batch_invariant and ops is not None else nullcontext()
+    with products, _current_is(context):
+        yield
+
+
+@contextmanager
+def part_context(context: ForwardContext) -> Iterator[None]:
+    """Within a forward: makes the context of a part of its rows the current one."""
+    assert _current.context is not None, "a part of no forward"
+    with _current_is(context):
+        yield
+
+
+@contextmanager
+def _current_is(context: ForwardContext) -> Iterator[None]:
+    before = _current.context
+    _current.context = context
     try:
-        with InvariantProducts(ops) if context.backend.batch_invariant and ops is not None else nullcontext():
-            yield
+        yield
     finally:
-        _current.context = None
+        _current.context = before
+
+
+@contextmanager
+def row_of(positions_1T: torch.Tensor) -> Iterator[None]:
+    """While the body runs on a row: int64 positions `[1, T]`, which restart at 0 with each request."""
+    _current.positions_1T = positions_1T
+    try:
+        yield
+    finally:
+        _current.positions_1T = None
+
+
+def row_positions() -> torch.Tensor | None:
+    """The positions of the row that the body runs on, or None outside it."""
+    return _current.positions_1T

@@ -55,14 +55,20 @@ def attach_slots(
     setattr(module, _SLOTS, (up, down, reached))
 
 
+def attached_slots(module: torch.nn.Module) -> tuple[ExpertSlots | None, ExpertSlots | None]:
+    """The bank of the first and the second parameter. To be asked for only where both are then applied."""
+    up, down, reached = getattr(module, _SLOTS, (None, None, None))
+    if reached is not None:
+        reached()
+    return up, down
+
+
 def moelora_experts(
     module: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The experts function: x `[T, H]`, ids `[T, K]`, weights `[T, K]` → `[T, H]`, LoRA included."""
     context = current_context()
-    up_slots, down_slots, reached = getattr(module, _SLOTS, (None, None, None))
-    if reached is not None:
-        reached()
+    up_slots, down_slots = attached_slots(module)
     return context.backend.experts(
         hidden_states, top_k_index, top_k_weights, experts_weights(module), up_slots, down_slots, context.meta
     )

@@ -16,6 +16,7 @@ from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
 from moelora.models.base_model import BaseModel
 from moelora.models.context import ForwardContext, forward_context
+from moelora.models.decoder import body_name
 from moelora.types import BASE_SLOT
 
 _CPU_CHUNK_BYTES = 64 << 20
@@ -117,7 +118,7 @@ class ScoringHead:
         """
         meta = self._backend.rows_metadata(slots_C, has_lora=has_lora)
         model = self._base.causal_lm
-        prefix: str = model.base_model_prefix
+        prefix = body_name(model)
         body = getattr(model, prefix)
         self._stub.hidden_1CH = hidden_CH.unsqueeze(0)
         setattr(model, prefix, self._stub)
