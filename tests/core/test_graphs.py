@@ -4,6 +4,8 @@ The fake recorder does what a CUDA graph does: the same work, on the same buffer
 one plays back what was true at capture; every test that passes with it would be worth nothing.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import moelora.engine
 import moelora.jobs.plan
+import moelora.models.base_model
 import moelora.options
 from moelora import BASE_ADAPTER, EngineOptions, GraphMode, Phase, PrefillEngine, Request, RunMode
 from moelora.backends.base import Capabilities, PhaseError
@@ -22,6 +25,7 @@ from moelora.graphs.buffers import StaticInputs
 from moelora.graphs.recorder import Recorder, Recording
 from moelora.graphs.select import select_runner
 from moelora.jobs.plan import PlanningEngine
+from moelora.models.base_model import open_base
 from moelora.types import BASE_SLOT
 from tiny_models import VOCAB, peft_adapter, save_model
 
@@ -226,7 +230,9 @@ def test_reasons_of_the_machine_the_backend_and_the_architecture(world, monkeypa
     torch_only = PrefillEngine(world / "model", options=EngineOptions(device="cpu"))
     torch_only.score([row(3)])
     assert torch_only.report()["eager_reasons"] == {"backend_not_capturable": 1}
-    save_model(tmp_path, "qwen3_next")
+    save_model(tmp_path, "llama")
+    mixing = replace(open_base(tmp_path).architecture, packs=False)
+    monkeypatch.setattr(moelora.models.base_model, "find_verdict", lambda *given: mixing)
     alone = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
     alone.score([row(3), row(4)])
     assert alone.report()["eager_reasons"] == {"packing_not_supported": 2}
@@ -332,3 +338,25 @@ def test_phases_do_not_share_buffers():
     decode = backend.prepare_batch(packed([1], [1]), phase=Phase.DECODE, bucket=16)
     assert prefill.token_slot_T.data_ptr() != decode.token_slot_T.data_ptr()
     assert prefill.token_slot_T[:3].tolist() == [0, 0, 0]
+
+
+def test_token_mixers_between_the_parts_of_a_graph(tmp_path, monkeypatch):
+    """An architecture whose linear attention knows nothing of requests, captured with breaks around it."""
+    model = save_model(tmp_path / "model", "qwen3_next", seed=3)
+    peft_adapter(tmp_path / "both", model, 4, target_modules=["in_proj_qkvz", "out_proj", "q_proj"])
+    eager = PrefillEngine(
+        tmp_path / "model", adapters={"both": tmp_path / "both"}, options=EngineOptions(device="cpu", graph="off")
+    )
+    graphed = make_engine(tmp_path, monkeypatch, GraphMode.AUTO, names=["both"])
+    assert graphed.report()["graphs"]["mode"] == "breakable"
+    assert "called once per request" in graphed.report()["graphs"]["notes"][0]
+    graphed.eager_buckets = []
+    for batch in (
+        [row(20, "both"), row(14), row(9, "both")],
+        [row(3)],
+        [row(2, "both"), row(30, start=5)],
+        [row(5)] * 7,
+    ):
+        results = graphed.score(batch)
+        assert {r.mode for r in results} == {RunMode.BREAKABLE}
+        close(results, eager.score(batch))

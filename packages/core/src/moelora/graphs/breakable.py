@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -10,7 +11,7 @@ from moelora.backends.base import Backend, LoraMetadata
 from moelora.graphs.buffers import StaticInputs
 from moelora.graphs.recorder import Recorder, Recording
 from moelora.models.base_model import BaseModel
-from moelora.models.context import ForwardContext, GraphBreak, Segments, forward_context
+from moelora.models.context import ForwardContext, GraphBreak, Segments, forward_context, has_context
 
 
 class BreakableGraph:
@@ -44,8 +45,7 @@ class BreakableGraph:
         """Replays on what the static buffers hold and `live`. Returns `[bucket, H]`, overwritten by the next replay."""
         assert self._recording is not None, f"bucket {self._bucket} was not captured"
         self._live = live
-        with forward_context(self._context()):  # for the pieces between the parts
-            self._recording.replay()
+        self._recording.replay()
         assert self._hidden_TH is not None
         return self._hidden_TH
 
@@ -56,6 +56,10 @@ class BreakableGraph:
     def _context(self, graph_break: GraphBreak | None = None) -> ForwardContext:
         assert self._meta is not None, f"bucket {self._bucket} has seen no batch"
         return ForwardContext(backend=self._backend, meta=self._meta, segments=self.live, graph_break=graph_break)
+
+    def between_parts(self) -> AbstractContextManager[None]:
+        """What an eager piece runs in: the forward around it, or, at a replay, one of its own."""
+        return nullcontext() if has_context() else forward_context(self._context())
 
     @property
     def live(self) -> Segments:
@@ -84,4 +88,9 @@ class _Break(GraphBreak):
     def run(self, work: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:
         graph = self._graph
         kept = [self._keep(tensor) for tensor in tensors]
-        self._pause(lambda: work(graph.live, *kept))
+
+        def eager() -> None:
+            with graph.between_parts():
+                work(graph.live, *kept)
+
+        self._pause(eager)

@@ -15,6 +15,7 @@ from moelora.graphs.base import GraphRunner
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.recorder import CudaRecorder, Recorder
+from moelora.models.architecture import Architecture
 from moelora.models.base_model import BaseModel
 from moelora.types import GraphMode, Phase
 
@@ -24,6 +25,11 @@ FALLBACKS = {
     GraphMode.BREAKABLE: (GraphMode.BREAKABLE,),
 }
 """The modes to try, in order, by the mode that was asked for."""
+
+
+def allows(architecture: Architecture, mode: GraphMode) -> bool:
+    """Whether the structure of a model leaves a mode at all; whether capture succeeds, only a run tells."""
+    return mode is not GraphMode.FULL or not architecture.loops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +82,9 @@ def select_runner(wanted: RunnerRequest, make_recorder: Callable[[torch.device],
         if mode not in wanted.backend.capabilities.graph_modes:
             notes.append(f"backend {wanted.backend.capabilities.name} does not support {mode} graphs")
             continue
-        if mode is GraphMode.FULL and wanted.base.architecture.loops:
+        if not allows(wanted.base.architecture, mode):
             looped = ", ".join(wanted.base.architecture.looped)
-            notes.append(f"no full graphs: {looped} is called once per request, outside the graph")
+            notes.append(f"no {mode} graphs: {looped} is called once per request, between the parts of a graph")
             continue
         runner = CapturedRunner(
             wanted.base,

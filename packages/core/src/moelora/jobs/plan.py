@@ -17,7 +17,7 @@ from moelora.batching.slots import SlotSchedule
 from moelora.capacity import Admission, EagerReason, admit, graphs_blocked
 from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device
-from moelora.graphs.select import FALLBACKS
+from moelora.graphs.select import FALLBACKS, allows
 from moelora.memory import NOT_COUNTED, MemoryPlan, plan_memory
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
@@ -182,7 +182,8 @@ class PlanningEngine:
         )
         if blocked is not None:
             return GraphMode.OFF, blocked
-        possible = [mode for mode in FALLBACKS[self._options.graph] if mode in modes]
+        architecture = self._source.architecture
+        possible = [mode for mode in FALLBACKS[self._options.graph] if mode in modes and allows(architecture, mode)]
         return (possible[0], None) if possible else (GraphMode.OFF, EagerReason.ARCHITECTURE_NOT_CAPTURABLE)
 
     def _count(self, planned: PlannedBatch) -> None:
