@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from moelora.errors import ConfigError
+from moelora_kernels.ops import attention
 from moelora_kernels.ops.attention import AttentionConfig, attention_tiles, varlen_attention
 from moelora_kernels.ops.attention.naive import naive_attention
 
@@ -97,3 +98,13 @@ def test_no_rows_and_refusals():
         varlen_attention(q, k, v, cu, 4, scale=1.0, backend="flash")
     with pytest.raises(ConfigError, match="window must be at least 1"):
         varlen_attention(q, k, v, cu, 4, scale=1.0, window=0)
+
+
+def test_more_tiles_than_programs(monkeypatch):
+    monkeypatch.setattr(attention, "_SPARE_TILES", 0)
+    lengths = [3, 1, 5, 2, 20, 1, 1, 4] * 5
+    q, k, v, boundaries = make(lengths, 7, 2, 1, 16, 16, seed=3)
+    out = run(q, k, v, boundaries, scale=0.25)
+    alone = [run(*(t[a:b] for t in (q, k, v)), [0, b - a], scale=0.25) for a, b in pairwise(boundaries)]
+    assert torch.equal(out[: boundaries[-1]], torch.cat(alone))
+    assert (out[boundaries[-1] :] == 0).all()

@@ -4,10 +4,15 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from moelora import EngineOptions, PrefillEngine, Request, Result
-from moelora.backends.base import DenseSlots
+from moelora.backends import get_backend
+from moelora.backends.base import DenseSlots, RowScores
+from moelora.batching.packing import HeadRows
 from moelora.errors import ConfigError
+from moelora.models.base_model import load_base, open_base
+from moelora.scoring.head import ScoringHead
 from moelora_kernels.ops import score_head
 from moelora_kernels.ops.score_head import HeadConfig, score_rows
 from moelora_kernels.ops.score_head.naive import naive_scores
@@ -143,3 +148,44 @@ def test_an_engine_scores_through_the_fused_head_with_and_without_top_k(tmp_path
         assert got.next_token.token_id == want.next_token.token_id
         assert [t.token_id for t in got.top_logprobs] == [t.token_id for t in want.top_logprobs]
         assert [c.logprob for c in got.choices] == pytest.approx([c.logprob for c in want.choices], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_soft_cap_is_recognised_though_it_hardly_shows_on_small_logits(tmp_path, dtype):
+    AutoConfig.for_model(
+        "gemma2", vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, final_logit_softcapping=30.0,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    base = load_base(open_base(tmp_path, load_format="dummy"), device=torch.device("cpu"), dtype=dtype)
+    head = ScoringHead(base, get_backend("triton"))
+    head.recognise(torch.randn(4, base.text_config.hidden_size).to(base.dtype) * 1e-3)
+    assert head.fused
+    assert head._fused_head.softcap == 30.0
+
+
+def test_an_unfused_head_gives_a_row_the_same_bits_in_any_number_of_rows(tmp_path):
+    save_model(tmp_path, "qwen3_moe")
+    backend = get_backend("triton")
+    backend.batch_invariant = True
+    base = load_base(open_base(tmp_path), device=torch.device("cpu"), dtype="float32")
+    head = ScoringHead(base, backend, replaced=True)
+    assert not head.fused
+    hidden_NH, vocab = torch.randn(37, base.text_config.hidden_size), base.text_config.vocab_size
+    targets = torch.randint(-1, vocab, (37,))
+
+    def score(begin: int, end: int) -> RowScores:
+        target_N = targets[begin:end]
+        opens = (target_N < 0).nonzero()[:, 0]
+        slots = torch.full((end - begin,), -1, dtype=torch.int32)
+        rows = HeadRows(
+            position_N=torch.arange(begin, end), target_N=target_N, slot_N=slots, open_M=opens,
+            slots=slots.numpy(), opens=opens.numpy(),
+        )  # fmt: skip
+        return head.score(hidden_NH, rows, top_k=3)
+
+    whole = score(0, 37)
+    alone = [score(i, i + 1) for i in range(37)]
+    for name in ("target_logprob_N", "best_logprob_N", "best_id_N", "is_greedy_N", "top_ids_MK", "top_logprobs_MK"):
+        joined = torch.cat([getattr(one, name) for one in alone])
+        assert torch.equal(joined.nan_to_num(1.0), getattr(whole, name).nan_to_num(1.0)), name
+    assert whole.top_ids_MK.shape == (int((targets < 0).sum()), 3)

@@ -5,6 +5,7 @@ Letters: N rows to score, H hidden, V vocabulary, C rows of one chunk.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,13 @@ _CUDA_CHUNK_BYTES = 1 << 30
 # From here on the fused head wins: measured on an H200 at a vocabulary of 151,936, where 64 rows are a draw and 1,024
 # rows take 1.06 ms against 2.33. Below it reads the whole head as slowly as the library and reduces no faster.
 _FUSED_ROWS = 256
+
+_ALIKE_ROWS = 16
+"""Rows of each chunk of logits if the run is batch-invariant and no fused head knows the model's."""
+_LARGE_LOGIT = 100.0
+"""The head is recognised on rows with logits up to this one, too."""
+_SUM_ERROR = 1e-5
+"""Largest difference of two fp32 products, relative to the largest logit of a row."""
 
 
 class _BodyStub(torch.nn.Module):
@@ -79,24 +87,33 @@ class ScoringHead:
             scores = ops.score_rows(hidden_NH, self._fused_head, rows.target_N, rows.slot_N, rows.open_M, top_k)
             if scores is not None:
                 return scores
-        size = self.chunk_rows()
-        return _join([self._score_chunk(hidden_NH, rows, i, i + size, top_k) for i in range(0, rows.count, size)])
+        size, count = self.chunk_rows(), rows.count
+        if self._backend.batch_invariant:
+            # Torch's sums over the vocabulary depend on the number of rows: chunks of one size, the last filled up.
+            size = _ALIKE_ROWS
+            hidden_NH, rows = _fill(hidden_NH, rows, -count % size)
+        parts = [self._score_chunk(hidden_NH, rows, i, i + size, top_k) for i in range(0, rows.count, size)]
+        return _join(parts, count)
 
     def recognise(self, hidden_CH: torch.Tensor) -> None:
         """Finds out whether this model's head is one product, by comparing its logits on a few real hidden rows."""
         if not self._may_fuse:
             return
         head = self._base.causal_lm.get_output_embeddings()
+        # Enlarged rows too: what bends large logits alone, a soft cap, would not show on small ones.
+        largest = float(torch.nn.functional.linear(hidden_CH, head.weight).abs().max())
+        hidden_CH = torch.cat([hidden_CH, hidden_CH * (_LARGE_LOGIT / max(largest, _SUM_ERROR))])
         base_slots = torch.full((hidden_CH.shape[0],), BASE_SLOT, dtype=torch.int32)
         own_CV = self.logits(hidden_CH, base_slots.to(hidden_CH.device), has_lora=False).float()
         plain_CV = torch.nn.functional.linear(hidden_CH, head.weight, getattr(head, "bias", None)).float()
+        # Both products may be summed and rounded otherwise: the dtype's spacing, and what fp32 sums of thousands lose.
+        room = max(4 * torch.finfo(self._base.dtype).eps, _SUM_ERROR)
         for scale, softcap in _scalings(self._base.text_config):
             logits_CV = plain_CV * scale
             if softcap is not None:
                 logits_CV = softcap * torch.tanh(logits_CV / softcap)
-            # Both products may be rounded otherwise: the spacing of the dtype at the largest logit.
-            room = 4 * torch.finfo(self._base.dtype).eps * float(own_CV.abs().max())
-            if float((own_CV - logits_CV).abs().max()) <= room:
+            largest_C1 = own_CV.abs().amax(dim=1, keepdim=True)
+            if bool(((own_CV - logits_CV).abs() <= room * largest_C1).all()):
                 self._fused_head = HeadWeights(
                     weight_VH=head.weight,
                     bias_V=getattr(head, "bias", None),
@@ -195,13 +212,26 @@ def _scalings(config: Any) -> list[tuple[float, float | None]]:
     return found
 
 
-def _join(parts: list[tuple[torch.Tensor, ...]]) -> RowScores:
+def _fill(hidden_NH: torch.Tensor, rows: HeadRows, more: int) -> tuple[torch.Tensor, HeadRows]:
+    """`more` base rows behind the others, whose scores nobody reads."""
+    if more == 0:
+        return hidden_NH, rows
+    return torch.cat([hidden_NH, hidden_NH[-1:].expand(more, -1)]), replace(
+        rows,
+        target_N=torch.cat([rows.target_N, rows.target_N.new_zeros(more)]),
+        slot_N=torch.cat([rows.slot_N, rows.slot_N.new_full((more,), BASE_SLOT)]),
+        slots=np.concatenate([rows.slots, np.full(more, BASE_SLOT, rows.slots.dtype)]),
+    )
+
+
+def _join(parts: list[tuple[torch.Tensor, ...]], count: int) -> RowScores:
+    """The scores of `count` rows from those of their chunks, the last of which may hold more."""
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
     return RowScores(
-        target_logprob_N=columns[0],
-        is_greedy_N=columns[1],
-        best_id_N=columns[2],
-        best_logprob_N=columns[3],
+        target_logprob_N=columns[0][:count],
+        is_greedy_N=columns[1][:count],
+        best_id_N=columns[2][:count],
+        best_logprob_N=columns[3][:count],
         top_ids_MK=columns[4],
         top_logprobs_MK=columns[5],
     )

@@ -17,6 +17,8 @@ from moelora_kernels.ops.attention.kernel import attend, end_tiles, find_tiles
 
 BACKENDS = ("auto", "torch", "triton")
 MAX_WIDTH = 256
+_SPARE_TILES = 32
+"""Tiles beyond a full batch's that get programs of their own; batches with more tiles make each program do several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,11 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
-    """Tiles of queries, int32 `[M]` on the device: sequence (S: padding, -1: unused) and first row. One per batch."""
+    """Tiles of queries of a batch, int32 on the device: sequence (S: padding), first row, how many are in use."""
 
     sequence_M: torch.Tensor
     first_M: torch.Tensor
+    live_1: torch.Tensor
     config: AttentionConfig
 
 
@@ -66,7 +69,7 @@ def attention_tiles(cu_seqlens_S1: torch.Tensor, tokens: int, config: AttentionC
     find_tiles[(tiles,)](
         cu_seqlens_S1, ends, sequence, first, S, STEPS=(S + 1).bit_length() + 1, BM=config.block_m, num_warps=1
     )
-    return AttentionTiles(sequence_M=sequence, first_M=first, config=config)
+    return AttentionTiles(sequence_M=sequence, first_M=first, live_1=ends[S:], config=config)
 
 
 def varlen_attention(
@@ -180,8 +183,8 @@ def _triton_attention(
     d0 = 1 << (D.bit_length() - 1)
     d1 = max(16, triton.next_power_of_2(D - d0)) if d0 < D else 0
     out = torch.empty(T, H, Dv, dtype=q_THD.dtype, device=q_THD.device)
-    num_tiles = tiles.sequence_M.shape[0]
-    attend[(num_tiles * H,)](
+    programs = min(tiles.sequence_M.shape[0], triton.cdiv(T, cfg.block_m) + _SPARE_TILES)
+    attend[(programs * H,)](
         q_THD,
         k_TGD,
         v_TGD,
@@ -190,9 +193,9 @@ def _triton_attention(
         cu_S1,
         tiles.sequence_M,
         tiles.first_M,
+        tiles.live_1,
         T,
         cu_S1.shape[0] - 1,
-        num_tiles,
         *(s for t in (q_THD, k_TGD, v_TGD, out) for s in t.stride()[:2]),
         float(scale),
         1.0 if softcap is None else float(softcap),

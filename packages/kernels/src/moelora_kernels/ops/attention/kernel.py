@@ -110,7 +110,7 @@ def _walk(
     return b_acc, b_sum, b_max
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "sequences"])
 def attend(
     p_q,
     p_k,
@@ -120,9 +120,9 @@ def attend(
     p_cu,
     p_sequence,
     p_first,
+    p_live,
     tokens,
     sequences,
-    tiles,
     s_q_t,
     s_q_h,
     s_k_t,
@@ -148,54 +148,56 @@ def attend(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One tile and one head. D0 + D1 ≥ D: the head width as two powers of two."""
-    # Later tiles of a sequence meet more keys: start with them, so that no long one is left for the end.
-    i_tile = tiles - 1 - tl.program_id(0) // HEADS
-    i_h = tl.program_id(0) % HEADS
-    sequence = tl.load(p_sequence + i_tile)
-    if sequence < 0:
-        return
-    first = tl.load(p_first + i_tile)
-    o_q = first + tl.arange(0, BM)  # [BM]
-    o_v = tl.arange(0, BV)
-    p_o = p_out + o_q.to(tl.int64)[:, None] * s_out_t + i_h * s_out_h + o_v[None, :]
-    if sequence == sequences:
-        m_pad = (o_q < tokens)[:, None] & (o_v < DV)[None, :]
-        tl.store(p_o, tl.zeros([BM, BV], p_out.dtype.element_ty), mask=m_pad)
-    else:
-        begin = tl.load(p_cu + sequence)
-        end = tl.load(p_cu + sequence + 1)
-        m_q = o_q < end
-        o_d = tl.arange(0, D0)
-        p_qt = p_q + o_q.to(tl.int64)[:, None] * s_q_t + i_h * s_q_h
-        b_q0 = tl.load(p_qt + o_d[None, :], mask=m_q[:, None], other=0.0)  # [BM, D0]
-        b_q1 = b_q0
-        if D1 > 0:
-            o_e = D0 + tl.arange(0, D1)
-            b_q1 = tl.load(p_qt + o_e[None, :], mask=m_q[:, None] & (o_e < D)[None, :], other=0.0)  # [BM, D1]
-        p_kh = p_k + (i_h // REPEAT) * s_k_h
-        p_vh = p_v + (i_h // REPEAT) * s_v_h
-        b_max = tl.full([BM], float("-inf"), tl.float32)
-        b_sum = tl.zeros([BM], tl.float32)
-        b_acc = tl.zeros([BM, BV], tl.float32)
-        low = begin
-        if HAS_WINDOW:
-            low = begin + tl.maximum(first - window + 1 - begin, 0) // BN * BN
-        diagonal = begin + (first - begin) // BN * BN
-        high = tl.minimum(first + BM, end)
-        b_acc, b_sum, b_max = _walk(
-            b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, low, diagonal, end, s_k_t, s_v_t, scale, softcap,
-            window, False, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
-        )  # fmt: skip
-        b_acc, b_sum, b_max = _walk(
-            b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, diagonal, high, end, s_k_t, s_v_t, scale, softcap,
-            window, True, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
-        )  # fmt: skip
-        if HAS_SINKS:
-            sink = tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
-            b_new = tl.maximum(b_max, sink)
-            b_scale = tl.exp2(b_max - b_new)
-            b_sum = b_sum * b_scale + tl.exp2(sink - b_new)
-            b_acc *= b_scale[:, None]
-        b_out = b_acc / b_sum[:, None]
-        tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_q[:, None] & (o_v < DV)[None, :])
+    """One live tile and one head at a time. D0 + D1 ≥ D: the head width as two powers of two."""
+    live = tl.load(p_live)
+    # Most batches have no more live tiles than there are programs, so that the hardware deals them out; the loop is for
+    # batches of very many short sequences, whose empty slots would otherwise each cost a program.
+    for i_work in tl.range(tl.program_id(0), live * HEADS, tl.num_programs(0), num_stages=1):
+        # Later tiles of a sequence meet more keys: start with them, so that no long one is left for the end.
+        i_tile = live - 1 - i_work // HEADS
+        i_h = i_work % HEADS
+        sequence = tl.load(p_sequence + i_tile)
+        first = tl.load(p_first + i_tile)
+        o_q = first + tl.arange(0, BM)  # [BM]
+        o_v = tl.arange(0, BV)
+        p_o = p_out + o_q.to(tl.int64)[:, None] * s_out_t + i_h * s_out_h + o_v[None, :]
+        if sequence == sequences:
+            m_pad = (o_q < tokens)[:, None] & (o_v < DV)[None, :]
+            tl.store(p_o, tl.zeros([BM, BV], p_out.dtype.element_ty), mask=m_pad)
+        else:
+            begin = tl.load(p_cu + sequence)
+            end = tl.load(p_cu + sequence + 1)
+            m_q = o_q < end
+            o_d = tl.arange(0, D0)
+            p_qt = p_q + o_q.to(tl.int64)[:, None] * s_q_t + i_h * s_q_h
+            b_q0 = tl.load(p_qt + o_d[None, :], mask=m_q[:, None], other=0.0)  # [BM, D0]
+            b_q1 = b_q0
+            if D1 > 0:
+                o_e = D0 + tl.arange(0, D1)
+                b_q1 = tl.load(p_qt + o_e[None, :], mask=m_q[:, None] & (o_e < D)[None, :], other=0.0)  # [BM, D1]
+            p_kh = p_k + (i_h // REPEAT) * s_k_h
+            p_vh = p_v + (i_h // REPEAT) * s_v_h
+            b_max = tl.full([BM], float("-inf"), tl.float32)
+            b_sum = tl.zeros([BM], tl.float32)
+            b_acc = tl.zeros([BM, BV], tl.float32)
+            low = begin
+            if HAS_WINDOW:
+                low = begin + tl.maximum(first - window + 1 - begin, 0) // BN * BN
+            diagonal = begin + (first - begin) // BN * BN
+            high = tl.minimum(first + BM, end)
+            b_acc, b_sum, b_max = _walk(
+                b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, low, diagonal, end, s_k_t, s_v_t, scale, softcap,
+                window, False, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
+            )  # fmt: skip
+            b_acc, b_sum, b_max = _walk(
+                b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, diagonal, high, end, s_k_t, s_v_t, scale, softcap,
+                window, True, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
+            )  # fmt: skip
+            if HAS_SINKS:
+                sink = tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634
+                b_new = tl.maximum(b_max, sink)
+                b_scale = tl.exp2(b_max - b_new)
+                b_sum = b_sum * b_scale + tl.exp2(sink - b_new)
+                b_acc *= b_scale[:, None]
+            b_out = b_acc / b_sum[:, None]
+            tl.store(p_o, b_out.to(p_out.dtype.element_ty), mask=m_q[:, None] & (o_v < DV)[None, :])

@@ -329,6 +329,7 @@ def shrink_rows(
         GATHER=gather,
         Y_BY_TOKEN=by_token,
         WIDE=0 if wide is None else wide.shape[1] // block_c,
+        R=a_LERI.shape[2],
         RP=padded,
         SLOT_CAP=cap,
         EVEN_K=x.shape[1] % cfg.block_k == 0,

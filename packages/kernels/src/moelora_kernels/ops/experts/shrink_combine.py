@@ -34,6 +34,7 @@ def shrink(
     GATHER: tl.constexpr,
     Y_BY_TOKEN: tl.constexpr,
     WIDE: tl.constexpr,
+    R: tl.constexpr,
     RP: tl.constexpr,
     SLOT_CAP: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -49,14 +50,14 @@ def shrink(
     """
     i_tile = tl.program_id(0) // col_blocks
     i_c = tl.program_id(0) % col_blocks
+    # Loaded together, before the first of them is looked at: one latency instead of four.
     expert = tl.load(p_tile_expert + i_tile)
-    if expert < 0:
-        return
     num_slots = tl.load(p_tile_num_slots + i_tile)
-    if i_c * BC >= num_slots * RP:
-        return
     rows = tl.load(p_tile_rows + i_tile)
-    b_row, m_m, b_pair = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), rows, BM)  # [BM]
+    first = tl.load(p_tile_first + i_tile)
+    if (expert < 0) | (i_c * BC >= num_slots * RP):
+        return
+    b_row, m_m, b_pair = tile_rows(p_sorted, first, rows, BM)  # [BM]
     b_token = b_pair // K
     b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
@@ -71,8 +72,10 @@ def shrink(
         if WIDE > 0:
             used = tl.where(o_c < WIDE * BC, 1, used)
         if used > 0:
-            # Columns beyond the rank read rank index 0, a valid address, and become zeros.
-            m_r = m_c & (b_r < tl.load(p_rank + b_slot))
+            # Columns beyond the rank read rank index 0, a valid address, and become zeros. Where all ranks fit into 16
+            # columns the bank's own zeros do for a slot of lower rank: waiting for its rank would cost more.
+            rank = tl.load(p_rank + b_slot) if RP > 16 else tl.full(b_r.shape, R, tl.int32)
+            m_r = m_c & (b_r < rank)
             b_at = b_slot.to(tl.int64) * s_a_l + tl.where(m_r, b_r, 0) * s_a_r + expert.to(tl.int64) * s_a_e
             p_at = p_a + b_at[None, :] + o_k[:, None]  # [BK, BC]
             p_xk = p_xt
