@@ -55,11 +55,15 @@ _REASON_TEXT = {
 class PrefillCapacity:
     """What one phase may hold at once; sizes every static buffer.
 
-    max_tokens: tokens of the largest batch, padding included.
-    max_requests: requests of the largest batch.
-    full_max_requests: request slots of a full graph, whose boundaries are padded up to it.
-    slots: adapter slots L on the device, without the base.
-    max_rank: the largest rank R of any adapter of the run; 0 when no adapter is given.
+    Attributes:
+        max_tokens: Tokens T of the largest batch, padding included; at least 1.
+        max_requests: Requests of the largest batch; at least 1.
+        full_max_requests: Request slots S of a full graph, whose boundaries are padded up to it; at least 1.
+        slots: Adapter slots L on the device, without the base; 0 without adapters.
+        max_rank: The largest rank R of any adapter of the run; 0 without adapters.
+
+    Raises:
+        ConfigError: If a number is below its least value.
     """
 
     max_tokens: int

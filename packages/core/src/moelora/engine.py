@@ -54,12 +54,22 @@ _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "s
 class PrefillEngine:
     """One base model, its adapters, and the means to score requests under any of them.
 
-    >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
-    >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
+    Threads may share an engine: their batches take turns.
 
-    An adapter is a path, or an `Adapter` in canonical form that is in memory already. Raises `CheckpointError`,
-    `AdapterError` or `ConfigError` at construction, before any work. Threads may share an engine: their batches take
-    turns.
+    Examples:
+        >>> engine = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
+        >>> result = engine.score([Request(token_ids=[5, 6, 7], adapter="python")])[0]
+
+    Args:
+        model: A checkpoint's folder, or the name of a model in the Hugging Face cache.
+        adapters: By name: an adapter's folder, or an `Adapter` in canonical form that is in memory already.
+        options: How to run.
+        on_event: Called with a sentence when something begins that takes its time, as loading and capture do.
+
+    Raises:
+        CheckpointError: If the model cannot be loaded or run.
+        AdapterError: If an adapter would lose a tensor or does not fit; read before the base's weights are.
+        ConfigError: If the options cannot be honoured on this machine.
     """
 
     def __init__(
@@ -121,17 +131,17 @@ class PrefillEngine:
 
     @property
     def model_config(self) -> Any:
-        """The transformers config of the base."""
+        """The base's config, a `transformers.PretrainedConfig`."""
         return self._base.config
 
     @property
     def vocab_size(self) -> int:
-        """V: token ids lie in [0, V)."""
+        """V, the number of token ids, which lie in [0, V)."""
         return self._vocab_size
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model has positions for; None if the config names no limit."""
+        """Tokens of the longest sequence that the model has positions for; None if the config names no limit."""
         return self._max_positions
 
     @property
@@ -141,12 +151,15 @@ class PrefillEngine:
 
     @property
     def slots(self) -> int:
-        """Adapters that lie on the device at once."""
+        """L, the number of adapters that lie on the device at once."""
         return self._bank.num_slots
 
     @property
     def eager_buckets(self) -> list[int]:
-        """Buckets that `--graph auto` runs eagerly. Set it to what another process measured, for the same bits."""
+        """Buckets, in tokens, that `GraphMode.AUTO` measured to be faster without a graph.
+
+        Set it to what another process measured, and both choose the same kernels and give the same bits.
+        """
         return sorted(self._runner.eager_buckets) if isinstance(self._runner, CapturedRunner) else []
 
     @eager_buckets.setter
@@ -156,19 +169,31 @@ class PrefillEngine:
 
     @property
     def catalogue(self) -> Catalogue:
-        """The targets of the base."""
+        """The modules of the base that adapters may target, with their shapes."""
         return self._catalogue
 
     def check(self, request: Request) -> str | None:
-        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised."""
+        """Why a request cannot be scored, or None if it can. Whatever a caller put into it, nothing is raised.
+
+        Checked are types, the adapter's name, token ids in [0, V), lengths in tokens, `top_k` and `score_from`.
+        """
         return check_request(
             request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
         )
 
     def score(self, requests: Iterable[Request], on_progress: Callable[[int, int], None] | None = None) -> list[Result]:
-        """Scores all requests; results in the order of the requests. Raises `RequestError` for a bad one.
+        """Scores all requests, in batches of the engine's making.
 
-        `on_progress(done, total)` is called after every result.
+        Args:
+            requests: In any order and under any adapters; what runs together is chosen so that adapters are loaded
+                rarely and batches are full.
+            on_progress: Called with (done, total) after every result.
+
+        Returns:
+            One result per request, in the order of the requests. Log-probabilities are in nats, reduced in float32.
+
+        Raises:
+            RequestError: If a request cannot be scored; nothing has been scored then.
         """
         requests = list(requests)
         for i, request in enumerate(requests):
@@ -183,7 +208,14 @@ class PrefillEngine:
         return [results[i] for i in range(len(requests))]
 
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
-        """Yields (index, result) as batches finish, in any order. A bad request yields a result with `error`."""
+        """Scores requests as they come, for more of them than memory holds.
+
+        Args:
+            requests: Read some tens of thousands ahead, which are planned together.
+
+        Yields:
+            (index, result) as batches finish, in any order. A bad request yields a result with `error`.
+        """
         refused: list[tuple[int, Result]] = []
         for found in self._pipeline.run(self._turns(self._sound(requests, refused))):
             while refused:
@@ -219,7 +251,13 @@ class PrefillEngine:
             return self._residency.place(planned)
 
     def report(self) -> dict[str, Any]:
-        """Counts since construction, and what ran where. All values are JSON types."""
+        """Counts since construction, and what ran where: the `engine` part of the report of `moelora prefill`.
+
+        Returns:
+            JSON types alone. `passes`: batches by phase, mode and bucket. `eager_reasons`: batches by reason. `tokens`:
+            those that went through the model. `padding_share`: of what ran, in [0, 1]. Sizes ending in `_bytes` are
+            in bytes; `peak_device_bytes` is None on the CPU.
+        """
         counts = self._pipeline.counts
         peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
         return {

@@ -31,12 +31,26 @@ _MOST_TOKENS = 1 << 24
 class EngineOptions:
     """How to run. None means: derived from the device, the model and the adapters.
 
-    backend: auto, or a name of `moelora.backends.backend_names()`. device: auto, cpu, cuda, cuda:N. dtype: auto,
-    bfloat16, float16, float32; auto is the checkpoint's own on CUDA and float32 on the CPU. max_tokens, max_requests:
-    the budget of one batch. slots: adapters on the device at once. buckets: token counts to capture. load_format: auto
-    or dummy (random weights from the config alone, seeded by `seed`). score_chunk_rows: rows of logits held at once.
-    lora_b_layout: "rank_major" or "grouped_by_expert" where an adapter of fused experts does not say which it is.
-    host_bytes: host memory for adapters; None for half of what is free. Those beyond it are read again for each load.
+    Attributes:
+        backend: "auto", a name of `moelora.backends.backend_names()`, or MODULE:CLASS. "auto" is triton on CUDA.
+        graph: Which CUDA graphs to capture; without a CUDA device none.
+        device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N".
+        dtype: Of weights, factors and activations: "auto", "bfloat16", "float16" or "float32". "auto" is the
+            checkpoint's own on CUDA and float32 on the CPU. Sums, softmax and log-probabilities are float32 always.
+        max_tokens: Tokens of the largest batch; 8,192 on CUDA and 2,048 on the CPU unless given.
+        max_requests: Requests of the largest batch; as many as tokens unless given.
+        slots: Adapters on the device at once; all of them, up to 8, unless given.
+        buckets: Token counts to capture graphs for, ascending, none above `max_tokens`.
+        load_format: "auto", "safetensors", or "dummy": random weights from the config alone.
+        batch_invariant: The same bits for a row whatever shares its batch; needs triton or csgmv on CUDA.
+        score_chunk_rows: Rows of logits held at once, each of V float32 values; sized from free memory unless given.
+        lora_b_layout: "rank_major" or "grouped_by_expert", for adapters of fused experts that do not say which it is.
+        seed: Of the random weights of "dummy".
+        host_bytes: Bytes of host memory for adapters; half of what is free unless given. Adapters beyond it are read
+            again each time they are loaded.
+
+    Raises:
+        ConfigError: If a number is below 1, or `load_format` is none of the three.
     """
 
     backend: str = "auto"

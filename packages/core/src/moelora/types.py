@@ -22,14 +22,26 @@ BASE_SLOT = -1
 
 
 class Phase(StrEnum):
-    """Prefill scores whole prompts; decode extends them. Each owns its static buffers."""
+    """Prefill scores whole prompts; decode extends them. Each owns its static buffers.
+
+    Attributes:
+        PREFILL: Whole prompts, several in one forward.
+        DECODE: One token per sequence.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class GraphMode(StrEnum):
-    """What a user asks for with `--graph`."""
+    """What a user asks for with `--graph`.
+
+    Attributes:
+        AUTO: Full where it can be captured, else breakable; each bucket eagerly if that was measured to be faster.
+        FULL: One CUDA graph of the whole decoder body per bucket.
+        BREAKABLE: Graphs of the parts between attentions, which run eagerly on live rows.
+        OFF: No graphs.
+    """
 
     AUTO = "auto"
     FULL = "full"
@@ -38,7 +50,13 @@ class GraphMode(StrEnum):
 
 
 class RunMode(StrEnum):
-    """What a batch really did."""
+    """What a batch really did.
+
+    Attributes:
+        FULL: It replayed one graph of the whole body.
+        BREAKABLE: It replayed the parts between attentions.
+        EAGER: It ran without a graph; `EagerReason` says why.
+    """
 
     FULL = "full"
     BREAKABLE = "breakable"
@@ -49,10 +67,14 @@ class RunMode(StrEnum):
 class Request:
     """One token sequence to score under one adapter.
 
-    `token_ids` has at least one token, each in `[0, vocab_size)`. `choices` are continuations of it, each with at least
-    one token; the log-probability of each is summed over its own tokens only. `top_k` asks for the k most likely
-    tokens of the position after the last one. `score_from` is the first position whose log-probability is wanted;
-    position 0 has none, so its entry is None.
+    Attributes:
+        token_ids: At least one token, each in [0, V).
+        adapter: A name the engine knows, or `BASE_ADAPTER`.
+        choices: Continuations of `token_ids`, each of at least one token. They share the context, which is computed
+            once; the log-probability of each is summed over its own tokens only.
+        top_k: How many of the most likely tokens after the last one are wanted, in [0, V].
+        score_from: The first position whose log-probability is wanted, in [0, len(token_ids)]. Position 0 has none, so
+            its entry is None.
     """
 
     token_ids: Sequence[int]
@@ -64,7 +86,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A token and its log-probability in nats."""
+    """A token and its log-probability.
+
+    Attributes:
+        token_id: In [0, V).
+        logprob: log p(token | what stands before), in nats.
+    """
 
     token_id: int
     logprob: float
@@ -72,7 +99,14 @@ class TokenScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceScore:
-    """One choice of a request: the sum of log p(token | context, earlier choice tokens), in nats."""
+    """The score of one choice of a request.
+
+    Attributes:
+        token_ids: The choice, as the request gave it.
+        logprob: The sum of log p(token | context, earlier tokens of the choice), in nats.
+        num_tokens: Of the choice alone.
+        is_greedy: Every token of the choice was the most likely one at its position.
+    """
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -84,10 +118,16 @@ class ChoiceScore:
 class Result:
     """The scores of one request, or the reason why it has none.
 
-    `token_logprobs[i]` is log p(t_j | t_<j) in nats with j = `score_from` + i; the entry of position 0 is None.
-    `logprob_sum` sums the entries that are not None. `is_greedy`: every scored token was the arg-max of its position.
-    `next_token` is the arg-max after the last token; `top_logprobs` are the `top_k` best there, best first. A row whose
-    scores are not finite keeps them and says so in `error`.
+    Attributes:
+        num_tokens: Tokens of the request, without its choices.
+        logprob_sum: The sum of the entries of `token_logprobs` that are not None, in nats.
+        token_logprobs: Entry i is log p(t_j | t_<j) in nats with j = `score_from` + i; that of position 0 is None.
+        is_greedy: Every scored token was the most likely one at its position, the lowest id of equals.
+        next_token: The most likely token after the last one; None if nothing was scored.
+        top_logprobs: The `top_k` most likely tokens there, best first, equals by ascending id.
+        choices: One score per choice, in the order of the request.
+        mode: What the batch of the request did; of several, the last.
+        error: None, or why there are no scores, or which of them are not finite.
     """
 
     num_tokens: int
