@@ -10,6 +10,7 @@ from moelora.backends import get_backend
 from moelora.backends.base import DenseSlots
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase
+from moelora_kernels import backends
 from moelora_kernels.ops.dense_lora import (
     dense_lora,
     embedding_lora,
@@ -19,7 +20,7 @@ from moelora_kernels.ops.dense_lora import (
 )
 from moelora_kernels.ops.gated_activation import KINDS, gated_activation, naive_gated_activation, split_gate_up
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
-from moelora_kernels.ops.lora_gemm import naive_lora_gemm
+from moelora_kernels.ops.lora_gemm import lora_gemm, naive_lora_gemm
 from moelora_kernels.ops.rms_norm import naive_rms_norm, rms_norm
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 
@@ -150,10 +151,10 @@ def test_invariant_gemm(dtype):
             assert torch.equal(invariant_gemm(x[first : first + rows].clone(), w), whole[first : first + rows]), rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lies", ["joined", "apart"])
 @pytest.mark.parametrize("name", ["triton", "csgmv"])
-def test_base_product_and_lora_in_one(dtype, name):
-    """q, k, v at real shapes; a row's bits are those of the same row in a batch of one request."""
+def test_projections_of_a_large_batch(lies, name):
+    """q, k, v at real shapes, LoRA in the base product; a row's bits are those of the row in a batch of one request."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 150, (40,), generator=generator).tolist()
     slots = torch.randint(-1, len(RANKS), (40,), generator=generator).tolist()
@@ -162,21 +163,25 @@ def test_base_product_and_lora_in_one(dtype, name):
         max_tokens=8192, max_requests=64, full_max_requests=64, slots=len(RANKS), max_rank=max(RANKS)
     )
     backend.init_graph_metadata(Phase.PREFILL, capacity, torch.device("cuda"))
-    banks = [bank(HIDDEN, width, dtype) for width in (QUERY, KEY, KEY)]
-    weights = [draw(width, HIDDEN, dtype=dtype, seed=width) / HIDDEN**0.5 for width in (QUERY, KEY, KEY)]
-    x_TK = draw(sum(lengths), HIDDEN, dtype=dtype, seed=1)
+    widths = (QUERY, KEY, KEY)
+    banks = [bank(HIDDEN, width, torch.bfloat16) for width in widths]
+    weights = [draw(width, HIDDEN, dtype=torch.bfloat16, seed=width) / HIDDEN**0.5 for width in widths]
+    if lies == "joined":
+        weights = list(torch.cat(weights).split(widths))
+    x_TK = draw(sum(lengths), HIDDEN, dtype=torch.bfloat16, seed=1)
     meta = backend.prepare_batch(packed(lengths, slots), phase=Phase.PREFILL)
-    outs = backend.base_linear(x_TK, weights, [None] * 3, banks, meta)
+    assert x_TK.shape[0] >= backends.RIDE_ROWS
+    outs = backend.projections(x_TK, weights, [None] * 3, banks, meta)
     for out, weight, one in zip(outs, weights, banks, strict=True):
         want = naive_lora_gemm(x_TK, weight, None, one, meta.token_slot_T)
-        assert relative_error(out, want) < LIMIT[dtype]
+        assert relative_error(out, want) < LIMIT[torch.bfloat16]
     starts = [sum(lengths[:i]) for i in range(40)]
     for i in (0, 7, 39):
         rows = slice(starts[i], starts[i] + lengths[i])
         alone = backend.prepare_batch(packed([lengths[i]], [slots[i]]), phase=Phase.PREFILL)
-        for whole, part in zip(
-            outs, backend.base_linear(x_TK[rows].clone(), weights, [None] * 3, banks, alone), strict=True
-        ):
+        handle = alone.private
+        parts = lora_gemm(x_TK[rows].clone(), weights, [None] * 3, banks, handle.rows, handle.blocks)
+        for whole, part in zip(outs, parts, strict=True):
             assert torch.equal(whole[rows], part)
 
 

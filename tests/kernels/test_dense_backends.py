@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.dense_common import DEVICES, make_bank, randn, relative_error
+from kernels.dense_common import DEVICES, TOLERANCE, make_bank, randn, relative_error
 from moelora.backends import get_backend
 from moelora.backends.base import PhaseError
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
 from moelora.types import PackedBatch, Phase
+from moelora_kernels import backends
+from moelora_kernels.backends import _TiledBackend
 from moelora_kernels.ops.dense_lora import naive_dense_lora, naive_embedding_lora
 from moelora_kernels.ops.lora_gemm import naive_lora_gemm
 
@@ -183,16 +185,32 @@ def test_no_adapters_at_all(name):
     assert not meta.has_lora
 
 
+@pytest.mark.parametrize("rides", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bucket", [None, 64])
-def test_base_product_and_lora_in_one(name, bucket):
+def test_projections(name, bucket, rides, monkeypatch):
+    """Base products and LoRA, added or in one: as on a GPU, where large batches ride."""
+    if rides:
+        monkeypatch.setattr(backends, "RIDE_ROWS", 1)
+        monkeypatch.setattr(backends, "bulk_copies", lambda *matrices: True)
+        monkeypatch.setattr(_TiledBackend, "fused_linear", None)
     backend = make_backend(name)
-    bank = make_bank([3, 20, 0], 24, 20, seed=1, dtype=torch.float32, device=str(DEVICE))
-    weights = [randn(20, 24, seed=2, device=str(DEVICE)), randn(9, 24, seed=3, device=str(DEVICE))]
-    for lengths, slots in (([3, 17, 1, 2], [0, 1, -1, 0]), ([5], [-1]), ([1] * 30, [i % 4 - 1 for i in range(30)])):
+    banks = [make_bank([3, 20, 0], 24, n, seed=n, dtype=torch.bfloat16, device=str(DEVICE)) for n in (20, 9)]
+    weights = [randn(n, 24, seed=n + 1, dtype=torch.bfloat16, device=str(DEVICE)) for n in (20, 9)]
+    biases = [randn(20, seed=3, dtype=torch.bfloat16, device=str(DEVICE)), None]
+    for lengths, slots in (([3, 17, 1, 2], [0, 1, -1, 0]), ([1] * 30, [i % 4 - 1 for i in range(30)])):
         meta = backend.prepare_batch(make_batch(lengths, slots), phase=Phase.PREFILL, bucket=bucket)
-        rows = meta.token_slot_T.shape[0]
-        x_TI = randn(rows, 24, seed=4, device=str(DEVICE))
-        first, second = backend.base_linear(x_TI, weights, [None, None], [bank, None], meta)
-        assert relative_error(first, naive_lora_gemm(x_TI, weights[0], None, bank, meta.token_slot_T)) < 1e-5
-        assert relative_error(second, naive_lora_gemm(x_TI, weights[1], None, None, meta.token_slot_T)) < 1e-5
+        x_TI = randn(meta.token_slot_T.shape[0], 24, seed=4, dtype=torch.bfloat16, device=str(DEVICE))
+        outs = backend.projections(x_TI, weights, biases, banks, meta)
+        for out, weight, bias, bank in zip(outs, weights, biases, banks, strict=True):
+            want = naive_lora_gemm(x_TI, weight, bias, bank, meta.token_slot_T)
+            assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
+
+
+def test_projections_of_base_rows_are_the_base_product():
+    backend = make_backend("triton")
+    bank = make_bank([3], 24, 20, seed=1, dtype=torch.float32, device=str(DEVICE))
+    meta = backend.prepare_batch(make_batch([5], [-1]), phase=Phase.PREFILL, bucket=64)
+    x_TI, weight = randn(64, 24, seed=4, device=str(DEVICE)), randn(20, 24, seed=2, device=str(DEVICE))
+    (out,) = backend.projections(x_TI, [weight], [None], [bank], meta)
+    assert torch.equal(out, torch.nn.functional.linear(x_TI, weight))

@@ -16,9 +16,10 @@ from kernels.dense_common import (
     sorted_tiles,
 )
 from moelora.errors import ConfigError
+from moelora_kernels.ops import lora_gemm as lora_gemm_op
 from moelora_kernels.ops.dense_lora import scratch_numel
 from moelora_kernels.ops.invariant_gemm import LIST_ROWS, GemmConfig, invariant_gemm
-from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, most_entries, naive_lora_gemm, plan_blocks
+from moelora_kernels.ops.lora_gemm import SlotBlocks, joined, lora_gemm, most_entries, naive_lora_gemm, plan_blocks
 
 
 def make_blocks(lengths: list[int], slots: list[int], device: str) -> SlotBlocks:
@@ -29,7 +30,7 @@ def make_blocks(lengths: list[int], slots: list[int], device: str) -> SlotBlocks
     return SlotBlocks(slot_tensor(flat, device), first, slot)
 
 
-def check(lengths, slots, ranks, width_in, widths, dtype, device, *, order="runs", bias=False, config=None):
+def check(lengths, slots, ranks, width_in, widths, dtype, device, *, order="runs", bias=False, config=None, join=False):
     blocks = make_blocks(lengths, slots, device)
     flat = blocks.token_slot_T.tolist()
     rows = run_tiles(flat, 16, device) if order == "runs" else sorted_tiles(flat, device, 16)
@@ -37,6 +38,9 @@ def check(lengths, slots, ranks, width_in, widths, dtype, device, *, order="runs
     x_TK = randn(len(flat), width_in, seed=1, dtype=dtype, device=device)
     weights = [randn(n, width_in, seed=n + 1, dtype=dtype, device=device) / width_in**0.5 for n in widths]
     biases = [randn(n, seed=n + 2, dtype=dtype, device=device) if bias else None for n in widths]
+    if join:
+        weights = list(torch.cat(weights).split(widths))
+        biases = list(torch.cat(biases).split(widths)) if bias else biases
     scratch = torch.full((scratch_numel(len(flat), max([1, *ranks])),), float("nan"), dtype=dtype, device=device)
     outs = lora_gemm(x_TK, weights, biases, banks, rows, blocks, scratch=scratch, config=config)
     for out, weight, one_bias, one in zip(outs, weights, biases, banks, strict=True):
@@ -114,3 +118,26 @@ def test_a_bank_of_another_dtype_is_refused():
     x_TK, w = randn(3, 16, seed=1, device=device), randn(12, 16, seed=2, device=device)
     with pytest.raises(ConfigError, match="a bank in the dtype of the activations"):
         lora_gemm(x_TK, [w], [None], [bank], run_tiles([0] * 3, 16, device), make_blocks([3], [0], device))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("widths", [[40], [40, 24], [24, 40, 8], [16, 24, 8, 40]])
+def test_weights_behind_one_another_take_one_launch(monkeypatch, widths, bias):
+    """Bulk copies, as on a GPU; the same bits as one projection after the other."""
+    config = GemmConfig(block_m=32, block_n=16, block_k=64, warps=4, stages=2, group_m=2, bulk=True, flatten=False)
+    arguments = ([20, 150, 9, 4], [0, -1, 1, 2], [5, 18, 40], 72, widths, torch.bfloat16, DEVICES[0])
+    _, _, apart, _ = check(*arguments, bias=bias, config=config)
+    launches = []
+    one_by_one = lora_gemm_op._one_by_one
+    monkeypatch.setattr(lora_gemm_op, "_one_by_one", lambda *a: launches.append(a) or one_by_one(*a))
+    _, _, together, _ = check(*arguments, bias=bias, config=config, join=True)
+    assert not launches
+    for one, other in zip(apart, together, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_joined_refuses_what_lies_apart():
+    whole = torch.arange(24.0).view(6, 4)
+    assert torch.equal(joined([whole[:2], whole[2:5]]), whole[:5])
+    for apart in ([whole[:2], whole[3:]], [whole[2:], whole[:2]], [whole[:2], None], [whole[:, :2], whole[:, 2:]]):
+        assert joined(apart) is None

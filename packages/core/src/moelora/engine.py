@@ -376,4 +376,4 @@ class PrefillEngine:
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
             model_type = self._base.architecture.model_type
             raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
-        self._installed.check_all_called()
+        self._installed.finish()

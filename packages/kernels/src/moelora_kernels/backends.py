@@ -44,7 +44,7 @@ from moelora_kernels.ops.dense_lora import (
     pick_tile_rows,
     scratch_numel,
 )
-from moelora_kernels.ops.invariant_gemm import invariant_gemm
+from moelora_kernels.ops.invariant_gemm import bulk_copies
 from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, most_entries
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ if TYPE_CHECKING:
 
 _DEVICE_TYPES = frozenset({"cuda", "cpu"} if interpreted() else {"cuda"})
 _GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
+
+RIDE_ROWS = 2048
+"""From here on LoRA rides in the base product. One H200, q, k, v, o of a 2,048 wide model, ms: 0.155 riding and 0.160
+added at 2,048 rows, 0.468 and 0.512 at 8,192; at 512 rows adding is the faster by far."""
 
 
 class _TiledBackend(Backend):
@@ -150,24 +154,30 @@ class _TiledBackend(Backend):
             outs, live = zip(*pairs, strict=True)
             dense_lora(x_TI, outs, live, handle.rows, scratch=scratch_of(handle, x_TI.dtype))
 
-    def base_linear(
+    def projections(
         self,
         x_TI: torch.Tensor,
         weights_OI: Sequence[torch.Tensor],
         biases_O: Sequence[torch.Tensor | None],
-        slots: Sequence[DenseSlots | None],
+        slots: Sequence[DenseSlots],
         meta: LoraMetadata,
     ) -> list[torch.Tensor]:
-        """The base product and LoRA in one, for several projections of one input: W x + b + B A x, bits by row alone.
+        """LoRA rides in the base product of large batches, whose outputs would otherwise be read and written twice.
 
-        Faster than `linear` behind a library's product where batches are large, because no output is read back. Not for
-        loose rows with adapters, which have no list of slots by block: those take `linear`.
+        Smaller ones, loose rows, and batch-invariant runs take the base product and add to it: in the last, bits must
+        not depend on the size of the batch, and the sum is rounded once here, twice there.
         """
         handle = self._handle(meta)
-        runs = meta.has_lora and any(one is not None for one in slots)
-        if not runs or handle.blocks is None:
-            require(not runs, "base_linear: the rows are loose and have adapters", "the base product and linear")
-            return [invariant_gemm(x_TI, w, b) for w, b in zip(weights_OI, biases_O, strict=True)]
+        rides = (
+            meta.has_lora
+            and handle.blocks is not None
+            and x_TI.shape[0] >= RIDE_ROWS
+            and not self.batch_invariant
+            and x_TI.dtype is not torch.float32
+            and bulk_copies(x_TI, *weights_OI)
+        )
+        if not rides or handle.blocks is None:
+            return super().projections(x_TI, weights_OI, biases_O, slots, meta)
         scratch = scratch_of(handle, x_TI.dtype)
         return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
 

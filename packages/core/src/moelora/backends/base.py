@@ -8,7 +8,7 @@ Calling sequence, once per phase (`prefill` and `decode` never share a buffer):
 1. `init_graph_metadata(phase, capacity, device)` allocates the phase's metadata, sized by capacity alone.
 2. `init_moe_buffers(phase, capacity, device, dtype, shapes)` allocates the phase's expert scratch.
 3. For every batch: `prepare_batch(batch, phase=…, bucket=…)` refreshes the metadata and returns a handle to it.
-4. Within the forward: `linear`, `fused_linear`, `embedding`, `experts` with that handle.
+4. Within the forward: `projections`, `linear`, `fused_linear`, `embedding`, `experts` with that handle.
 
 With `bucket` set (a graph will be captured or replayed) the refresh is **in place**: addresses are those that capture
 baked in, and the tail is covered: unused request slots are empty segments at the last boundary with slot -1, and the
@@ -253,6 +253,26 @@ class Backend(ABC):
         for out_TO, one in zip(outs_TO, slots, strict=True):
             if one is not None:
                 self.linear(x_TI, out_TO, one, meta)
+
+    def projections(
+        self,
+        x_TI: torch.Tensor,
+        weights_OI: Sequence[torch.Tensor],
+        biases_O: Sequence[torch.Tensor | None],
+        slots: Sequence[DenseSlots],
+        meta: LoraMetadata,
+    ) -> list[torch.Tensor]:
+        """Returns W x (+ b) + B A x for several projections of one input, `[T, out]` each, in x's dtype.
+
+        x_TI `[T, in]`, weights_OI `[out, in]`, biases_O `[out]`: one dtype. The delta joins the base product before or
+        after that is rounded: by the shape of the batch alone, never by its contents.
+        """
+        from torch.nn import functional
+
+        outs = [functional.linear(x_TI, weight, bias) for weight, bias in zip(weights_OI, biases_O, strict=True)]
+        if meta.has_lora:
+            self.fused_linear(x_TI, outs, slots, meta)
+        return outs
 
     @abstractmethod
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:

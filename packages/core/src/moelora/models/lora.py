@@ -1,4 +1,7 @@
-"""LoRA on the modules of a loaded model: hooks on what some adapter of the run targets, nothing on the rest."""
+"""LoRA on the modules of a loaded model: on what some adapter of the run targets, nothing on the rest.
+
+Plain linear layers go to `projections`; what is no `torch.nn.Linear` keeps its own product and gets a hook behind it.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from moelora.backends.base import DenseSlots, ExpertSlots
 from moelora.errors import AdapterError
 from moelora.models.context import current_context
 from moelora.models.experts import attach_slots, is_experts_module, up_parameter
+from moelora.models.projections import Projections, rows_of
 
 
 class InstalledLora:
@@ -24,9 +28,11 @@ class InstalledLora:
     def __init__(self, targets: Sequence[str]) -> None:
         self.targets = frozenset(targets)
         self.called: set[str] = set()
+        self.projections = Projections(self.called)
 
-    def check_all_called(self) -> None:
-        """Raises `AdapterError` naming targets whose LoRA would have no effect in this architecture."""
+    def finish(self) -> None:
+        """After the first forward. Raises `AdapterError` naming targets whose LoRA would have no effect."""
+        self.projections.finish()
         dead = sorted(self.targets - self.called)
         if dead:
             raise AdapterError(
@@ -51,6 +57,9 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
             _install_router(modules[name], target, slots, installed)
         else:
             assert target.kind is TargetKind.LINEAR, f"{name} is of kind {target.kind}"
+            if type(modules[name]) is torch.nn.Linear:
+                installed.projections.add(modules[name], target, slots)
+                continue
             modules[name].register_forward_hook(_linear_hook(target, slots, installed))
     for owner, by_parameter in experts.items():
         _install_experts(modules[owner], owner, by_parameter, installed)
@@ -59,22 +68,13 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
     return installed
 
 
-def _rows(target: Target, tensor: torch.Tensor) -> torch.Tensor:
-    """Flattens `[1, T, …]` or `[T, …]` to `[T, width]` and checks that the module sees every row of the batch."""
-    rows = tensor.reshape(-1, tensor.shape[-1])
-    expected = current_context().meta.token_slot_T.shape[0]
-    if rows.shape[0] != expected:
-        raise AdapterError(f"{target.name} sees {rows.shape[0]} rows of a batch of {expected}; it cannot be adapted")
-    return rows
-
-
 def _linear_hook(target: Target, slots: DenseSlots, installed: InstalledLora) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         context = current_context()
         installed.called.add(target.name)
         if context.meta.has_lora:
             out_TO = output.view(-1, output.shape[-1])
-            context.backend.linear(_rows(target, inputs[0]), out_TO, slots, context.meta)
+            context.backend.linear(rows_of(target, inputs[0]), out_TO, slots, context.meta)
 
     return hook
 
@@ -113,7 +113,7 @@ class _RouterTap(TorchFunctionMode):
             context = current_context()
             if context.meta.has_lora:
                 context.backend.linear(
-                    _rows(self._target, args[0]), out.view(-1, out.shape[-1]), self._slots, context.meta
+                    rows_of(self._target, args[0]), out.view(-1, out.shape[-1]), self._slots, context.meta
                 )
         return out
 

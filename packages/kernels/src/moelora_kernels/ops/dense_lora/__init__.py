@@ -27,6 +27,7 @@ __all__ = [
     "cut_tiles",
     "dense_lora",
     "embedding_lora",
+    "fill_four",
     "make_tile_list",
     "naive_dense_lora",
     "naive_embedding_lora",
@@ -162,7 +163,7 @@ def shrink(
     config = config or pick_config(x_TK.dtype, rows.tile_rows, max(one.a_LRI.shape[1] for one in slots))
     assert config.block_m >= rows.tile_rows, "a tile does not fit into a block"
     y_TR = _scratch(scratch, x_TK.shape[0], sum(padded_rank(one.a_LRI.shape[1]) for one in slots), x_TK)
-    four = _four(slots)
+    four = fill_four(slots)
     # Four accumulators of 64 ranks would spill; fewer ranks a pass read x again, from cache.
     block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
     # Tiles that suit expand can be too few to keep every multiprocessor reading x: then each is shared.
@@ -189,7 +190,7 @@ def _expand(
     rows: RowTiles,
     config: DenseConfig,
 ) -> None:
-    four, outs = _four(slots), _four(outs_TN)
+    four, outs = fill_four(slots), fill_four(outs_TN)
     group, work = _column_groups([out.shape[1] for out in outs_TN], rows, config)
     require(work < INT32_LIMIT, f"dense_lora: {work} pieces of work", "a smaller max_tokens")
     max_rank = max(one.b_LOR.shape[2] for one in slots)
@@ -228,10 +229,10 @@ def _column_ends(slots: Sequence[DenseSlots]) -> list[int]:
     for one in slots:
         end += padded_rank(one.a_LRI.shape[1])
         ends.append(end)
-    return _four(ends)
+    return fill_four(ends)
 
 
-def _four(values: Sequence[Any]) -> list[Any]:
+def fill_four(values: Sequence[Any]) -> list[Any]:
     """The kernels take four of each; unused ones repeat the last and are never read."""
     return [*values, *[values[-1]] * (MAX_FUSED - len(values))]
 

@@ -16,7 +16,17 @@ from moelora_kernels.ops.invariant_gemm.config import GemmConfig, pick_config
 from moelora_kernels.ops.invariant_gemm.kernel import pointer_gemm_kernel, tma_gemm_kernel
 from moelora_kernels.ops.invariant_gemm.naive import naive_invariant_gemm
 
-__all__ = ["LIST_ROWS", "GemmConfig", "LoraOperands", "invariant_gemm", "naive_invariant_gemm", "pick_config"]
+__all__ = [
+    "LIST_ROWS",
+    "GemmConfig",
+    "LoraOperands",
+    "bulk_copies",
+    "descriptor",
+    "invariant_gemm",
+    "naive_invariant_gemm",
+    "pick_config",
+    "rank_block",
+]
 
 LIST_ROWS = 128
 """Rows of the blocks whose slots `LoraOperands` lists; no tile of a product with LoRA is taller."""
@@ -71,15 +81,15 @@ def invariant_gemm(
         x_MK.dtype,
         rows,
         width,
-        bulk_copies=_bulk_copies(x_MK, w_NK, out_MN),
+        bulk_copies=bulk_copies(x_MK, w_NK, out_MN),
         most_rows=256 if lora is None else LIST_ROWS,
     )
     assert lora is None or config.block_m <= LIST_ROWS
     tiles = -(-rows // config.block_m) * -(-width // config.block_n)
     if config.bulk:
         tma_gemm_kernel[(programs(x_MK.device, tiles, 1),)](
-            _blocks(x_MK, config.block_m, config.block_k), _blocks(w_NK, config.block_n, config.block_k),
-            bias_N if bias_N is not None else w_NK, _blocks(out_MN, config.block_m, config.block_n),
+            descriptor(x_MK, config.block_m, config.block_k), descriptor(w_NK, config.block_n, config.block_k),
+            bias_N if bias_N is not None else w_NK, descriptor(out_MN, config.block_m, config.block_n),
             rows, width, inner, *_lora_arguments(lora, x_MK),
             BIAS=bias_N is not None, FLATTEN=config.flatten, **_lora_constants(lora), **_block_constants(config),
         )  # fmt: skip
@@ -92,7 +102,7 @@ def invariant_gemm(
     return out_MN
 
 
-def _bulk_copies(*matrices: torch.Tensor) -> bool:
+def bulk_copies(*matrices: torch.Tensor) -> bool:
     """Tensor descriptors want Hopper or later, and rows that start at multiples of 16 bytes."""
     return all(
         t.is_cuda
@@ -103,7 +113,8 @@ def _bulk_copies(*matrices: torch.Tensor) -> bool:
     )
 
 
-def _blocks(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Bulk copies of `[rows, columns]` blocks of a matrix."""
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
@@ -118,8 +129,13 @@ def _lora_arguments(lora: LoraOperands | None, unused: torch.Tensor) -> tuple[to
 
 def _lora_constants(lora: LoraOperands | None) -> dict[str, bool | int]:
     rank = lora.b_LNR.shape[2] if lora is not None else 16
-    block_r = 16 if rank <= 16 else 32 if rank <= 32 else 64
+    block_r = rank_block(rank)
     return {"LORA": lora is not None, "ONE_BLOCK": rank <= block_r, "LIST_ROWS": LIST_ROWS, "BLOCK_R": block_r}
+
+
+def rank_block(rank: int) -> int:
+    """Ranks that one step of LoRA takes."""
+    return 16 if rank <= 16 else 32 if rank <= 32 else 64
 
 
 def _block_constants(config: GemmConfig) -> dict[str, int]:

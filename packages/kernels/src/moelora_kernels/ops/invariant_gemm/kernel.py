@@ -15,16 +15,16 @@ from moelora_kernels.dot import dot
 
 
 @triton.jit
-def _place(i_work, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place(i_work, M, blocks_n, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
     """The tile of a piece of work: neighbours take GROUP_M tiles of rows, so that both operands are read from L2."""
-    per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    per_group = GROUP_M * blocks_n
     first_m = i_work // per_group * GROUP_M
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
     return first_m + i_work % per_group % height, i_work % per_group // height
 
 
 @triton.jit
-def _add_lora(
+def add_lora(
     b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
     o_m, o_n, i_block, M, N, R, stride_y,
     ONE_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -62,7 +62,7 @@ def pointer_gemm_kernel(
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] W[N, K]ᵀ (+ bias) (+ LoRA), for any strides of rows and any widths. One tile a program."""
-    i_m, i_n = _place(tl.program_id(0), M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    i_m, i_n = place(tl.program_id(0), M, tl.cdiv(N, BLOCK_N), GROUP_M, BLOCK_M)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns over the edge read the last one again: their sums are never stored, and the loop has no mask.
@@ -76,7 +76,7 @@ def pointer_gemm_kernel(
         b_w = tl.load(p_w_n + o_k[None, :], mask=m_k, other=0.0)
         b_acc = dot(b_x, tl.trans(b_w), b_acc)
     if LORA:
-        b_acc = _add_lora(
+        b_acc = add_lora(
             b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
             o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
         )  # fmt: skip
@@ -100,7 +100,7 @@ def tma_gemm_kernel(
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for i_work in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        i_m, i_n = _place(i_work, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+        i_m, i_n = place(i_work, M, tl.cdiv(N, BLOCK_N), GROUP_M, BLOCK_M)
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -109,7 +109,7 @@ def tma_gemm_kernel(
             b_w = d_w.load([i_n * BLOCK_N, i_k])
             b_acc = dot(b_x, tl.trans(b_w), b_acc)
         if LORA:
-            b_acc = _add_lora(
+            b_acc = add_lora(
                 b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
                 o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
             )  # fmt: skip

@@ -1,8 +1,9 @@
-"""y = x Wᵀ (+ bias) + B A x in one product per projection: LoRA rides in the accumulator of the base.
+"""y = x Wᵀ (+ bias) + B A x for several projections of one input: LoRA rides in the accumulator of the base.
 
 Adding LoRA to a finished output reads and writes it once more, which alone costs 20 % of the projections of a 2,048
-wide model. Here only A x is a launch of its own; its products with B are a few more steps of K. The kernel is that of
-`invariant_gemm`, so bits are the row's own here too. `naive.py` is the truth, `blocks.py` the metadata.
+wide model. Here only A x is a launch of its own; its products with B are a few more steps of K. Sums are those of
+`invariant_gemm`, so bits are the row's own here too. `naive.py` is the truth, `kernel.py` the Triton code for weights
+that lie behind one another, `blocks.py` the metadata.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from collections.abc import Sequence
 import torch
 
 from moelora.backends.base import DenseSlots
-from moelora_kernels.launch import require
-from moelora_kernels.ops.dense_lora import MAX_FUSED, RowTiles, padded_rank, shrink
-from moelora_kernels.ops.invariant_gemm import LIST_ROWS, GemmConfig, LoraOperands, invariant_gemm
+from moelora_kernels.launch import programs, require
+from moelora_kernels.ops.dense_lora import MAX_FUSED, RowTiles, fill_four, padded_rank, shrink
+from moelora_kernels.ops.invariant_gemm import (
+    LIST_ROWS,
+    GemmConfig,
+    LoraOperands,
+    bulk_copies,
+    descriptor,
+    invariant_gemm,
+    pick_config,
+    rank_block,
+)
 from moelora_kernels.ops.lora_gemm.blocks import SlotBlocks, most_entries, plan_blocks
+from moelora_kernels.ops.lora_gemm.kernel import projections_kernel
 from moelora_kernels.ops.lora_gemm.naive import naive_lora_gemm
 
-__all__ = ["LIST_ROWS", "SlotBlocks", "lora_gemm", "most_entries", "naive_lora_gemm", "plan_blocks"]
+__all__ = ["LIST_ROWS", "SlotBlocks", "joined", "lora_gemm", "most_entries", "naive_lora_gemm", "plan_blocks"]
 
 
 def lora_gemm(
@@ -37,7 +48,8 @@ def lora_gemm(
     x `[T, K]`, every W `[N_i, K]`, bias `[N_i]` or None, factors as in `DenseSlots`: one dtype. `rows` and `blocks` are
     the metadata of the same batch. `scratch` as for `dense_lora`. A x is rounded to x's dtype; everything else is
     accumulated in fp32 and rounded once. Factors must be finite: a slot's rows pass through the product of every slot
-    of their 128 rows, times zero. Raises `ConfigError` for what has no kernel.
+    of their 128 rows, times zero. Weights that lie behind one another in memory, as `joined` finds, take one launch.
+    Raises `ConfigError` for what has no kernel.
     """
     outs: list[torch.Tensor | None] = [None] * len(weights_NK)
     adapted = [i for i, one in enumerate(slots) if one is not None and one.a_LRI.shape[1] > 0 and x_TK.shape[0] > 0]
@@ -51,15 +63,84 @@ def lora_gemm(
                 "a bank in the dtype of the activations, or dense_lora",
             )
         y_TR = shrink(x_TK, theirs, rows, scratch=scratch, by_token=True)
-        end = 0
-        for i, one in zip(some, theirs, strict=True):
-            first, end = end, end + padded_rank(one.a_LRI.shape[1])
-            lora = LoraOperands(
-                y_TR[:, first:end], one.b_LOR, one.ranks_L, blocks.token_slot_T, blocks.first, blocks.slot
-            )
-            assert one.b_LOR.shape[1] == weights_NK[i].shape[0]
-            outs[i] = invariant_gemm(x_TK, weights_NK[i], biases_N[i], lora=lora, config=config)
+        weights, biases = [weights_NK[i] for i in some], [biases_N[i] for i in some]
+        made = _in_one_launch(x_TK, weights, biases, theirs, y_TR, blocks, config)
+        for i, out in zip(some, made or _one_by_one(x_TK, weights, biases, theirs, y_TR, blocks, config), strict=True):
+            outs[i] = out
     return [
         out if out is not None else invariant_gemm(x_TK, weight, bias, config=config)
         for out, weight, bias in zip(outs, weights_NK, biases_N, strict=True)
     ]
+
+
+def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The tensors as one, `[Σ N_i, …]`, without a copy; None unless they lie one behind the other."""
+    first = tensors[0]
+    if first is None:
+        return None
+    end = first.data_ptr()
+    for tensor in tensors:
+        if tensor is None or tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.dtype is not first.dtype:
+            return None
+        end += tensor.numel() * tensor.element_size()
+    rows = sum(tensor.shape[0] for tensor in tensors if tensor is not None)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _one_by_one(
+    x_TK: torch.Tensor,
+    weights_NK: Sequence[torch.Tensor],
+    biases_N: Sequence[torch.Tensor | None],
+    slots: Sequence[DenseSlots],
+    y_TR: torch.Tensor,
+    blocks: SlotBlocks,
+    config: GemmConfig | None,
+) -> list[torch.Tensor]:
+    outs, end = [], 0
+    for weight, bias, one in zip(weights_NK, biases_N, slots, strict=True):
+        first, end = end, end + padded_rank(one.a_LRI.shape[1])
+        lora = LoraOperands(y_TR[:, first:end], one.b_LOR, one.ranks_L, blocks.token_slot_T, blocks.first, blocks.slot)
+        assert one.b_LOR.shape[1] == weight.shape[0]
+        outs.append(invariant_gemm(x_TK, weight, bias, lora=lora, config=config))
+    return outs
+
+
+def _in_one_launch(
+    x_TK: torch.Tensor,
+    weights_NK: Sequence[torch.Tensor],
+    biases_N: Sequence[torch.Tensor | None],
+    slots: Sequence[DenseSlots],
+    y_TR: torch.Tensor,
+    blocks: SlotBlocks,
+    config: GemmConfig | None,
+) -> list[torch.Tensor] | None:
+    """All projections over one grid, or None where the weights lie apart or bulk copies do not reach them."""
+    weight_NK, bias_N = joined(weights_NK), joined(biases_N)
+    if weight_NK is None or (bias_N is None and any(bias is not None for bias in biases_N)):
+        return None
+    T, K = x_TK.shape
+    outs = [torch.empty((T, weight.shape[0]), dtype=x_TK.dtype, device=x_TK.device) for weight in weights_NK]
+    config = config or pick_config(
+        x_TK.dtype, T, weight_NK.shape[0], bulk_copies=bulk_copies(x_TK, weight_NK, *outs), most_rows=LIST_ROWS
+    )
+    if not config.bulk:
+        return None
+    tiles = -(-T // config.block_m) * sum(-(-out.shape[1] // config.block_n) for out in outs)
+    ends = [0]
+    for one in slots:
+        ends.append(ends[-1] + padded_rank(one.a_LRI.shape[1]))
+    rank = max(one.b_LOR.shape[2] for one in slots)
+    block_r = rank_block(rank)
+    projections_kernel[(programs(x_TK.device, tiles, 1),)](
+        descriptor(x_TK, config.block_m, config.block_k), descriptor(weight_NK, config.block_n, config.block_k),
+        weight_NK if bias_N is None else bias_N,
+        *fill_four([descriptor(out, config.block_m, config.block_n) for out in outs]),
+        T, K, *fill_four([out.shape[1] for out in outs]),
+        y_TR, *fill_four([one.b_LOR for one in slots]), *fill_four([one.ranks_L for one in slots]),
+        *fill_four([one.b_LOR.shape[2] for one in slots]), *fill_four(ends[:-1])[1:], y_TR.stride(0),
+        blocks.token_slot_T, blocks.first, blocks.slot,
+        NUM=len(outs), BIAS=bias_N is not None, ONE_BLOCK=rank <= block_r, LIST_ROWS=LIST_ROWS,
+        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        BLOCK_R=block_r, num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    return outs

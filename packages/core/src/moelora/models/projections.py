@@ -1,0 +1,123 @@
+"""Adapted linear layers, several of one input at once: q, k, v; gate, up; whatever a model feeds the same tensor.
+
+Which layers share an input is seen, not listed: the first forward after installation shows it. From then on the first
+layer of a group that is called computes them all, and the others hand out what is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from moelora.adapters.base import Target
+from moelora.backends.base import DenseSlots
+from moelora.errors import AdapterError
+from moelora.models.context import ForwardContext, current_context
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """One adapted layer. group: the layers that are called with the same tensor, itself among them, in their order."""
+
+    module: torch.nn.Linear
+    target: Target
+    slots: DenseSlots
+    group: list[_Member] = field(default_factory=list)
+
+
+class Projections:
+    """The adapted linear layers of a model: takes over their forwards."""
+
+    def __init__(self, called: set[str]) -> None:
+        """called: takes in the name of every layer that the model calls."""
+        self.called = called
+        self._members: list[_Member] = []
+        self._input: torch.Tensor | None = None
+        """What the last layer was called with, while `_ready` holds outputs of that forward or groups are learned."""
+        self._context: ForwardContext | None = None
+        self._before = torch.empty(0)
+        self._last: _Member | None = None
+        self._learning = True
+        self._ready: dict[_Member, torch.Tensor] = {}
+
+    def add(self, module: torch.nn.Linear, target: Target, slots: DenseSlots) -> None:
+        """Takes over the forward of `module`."""
+        member = _Member(module, target, slots)
+        self._members.append(member)
+        module.forward = partial(self._forward, member)  # type: ignore[method-assign]
+
+    def finish(self) -> None:
+        """Ends learning after the first forward, and lays the weights of each group behind one another.
+
+        On an accelerator alone: a kernel can then run a group as one product. Each weight stays a parameter of its
+        module, as a view.
+        """
+        self._learning, self._input, self._last, self._before = False, None, None, torch.empty(0)
+        for member in self._members:
+            member.group = member.group or [member]
+            if member.group[0] is member and len(member.group) > 1 and member.module.weight.device.type != "cpu":
+                _join([one.module.weight for one in member.group])
+                biases = [one.module.bias for one in member.group if one.module.bias is not None]
+                if len(biases) == len(member.group):
+                    _join(biases)
+
+    def _forward(self, member: _Member, x: torch.Tensor) -> torch.Tensor:
+        self.called.add(member.target.name)
+        if self._learning:
+            self._learn(member, x)
+        context = current_context()
+        if self._input is x and self._context is context and member in self._ready:
+            out = self._ready.pop(member)
+            if not self._ready:
+                self._input = self._context = None
+            return out
+        group = member.group if not self._learning and member.group[0] is member else [member]
+        x_TI = rows_of(member.target, x)
+        outs = context.backend.projections(
+            x_TI,
+            [one.module.weight for one in group],
+            [one.module.bias for one in group],
+            [one.slots for one in group],
+            context.meta,
+        )
+        shaped = [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
+        if len(group) > 1:
+            self._input, self._context = x, context
+            self._ready = dict(zip(group[1:], shaped[1:], strict=True))
+        return shaped[0]
+
+    def _learn(self, member: _Member, x: torch.Tensor) -> None:
+        """A layer called with the very tensor that the one before it was called with joins its group."""
+        last, before = self._last, self._before
+        if last is not None and self._input is x and _alike(last.module, member.module) and torch.equal(before, x):
+            member.group = last.group
+            member.group.append(member)
+        else:
+            member.group = [member]
+            # A model may change it in place between two layers.
+            self._before = x.clone()
+        self._input, self._last = x, member
+
+
+def rows_of(target: Target, tensor: torch.Tensor) -> torch.Tensor:
+    """Flattens `[1, T, …]` or `[T, …]` to `[T, width]` and checks that the module sees every row of the batch."""
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    expected = current_context().meta.token_slot_T.shape[0]
+    if rows.shape[0] != expected:
+        raise AdapterError(f"{target.name} sees {rows.shape[0]} rows of a batch of {expected}; it cannot be adapted")
+    return rows
+
+
+def _alike(one: torch.nn.Linear, other: torch.nn.Linear) -> bool:
+    return one.weight.dtype is other.weight.dtype and one.weight.device == other.weight.device
+
+
+def _join(parameters: Sequence[torch.Tensor]) -> None:
+    whole = torch.cat([parameter.data for parameter in parameters])
+    begin = 0
+    for parameter in parameters:
+        parameter.data = whole[begin : begin + parameter.shape[0]]
+        begin += parameter.shape[0]
