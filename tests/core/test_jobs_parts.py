@@ -15,11 +15,11 @@ from moelora.jobs.parts import PartStore, merge_lines, parse_shard
 from moelora.jobs.rows import parse_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.text import TextEncoder
-from moelora.jobs.windows import run_into_parts, window_rows
+from moelora.jobs.windows import run_into_parts, window_requests, windows
 
 PRINT = {"input": "a", "option top_k": "0"}
 ROWS = 23
-SIZE = 4
+REQUESTS = 12
 
 
 class Killed(BaseException):
@@ -51,7 +51,7 @@ def lines():
 def run(folder: Path, engine: FakeEngine, **shard: int) -> int:
     job = PrefillJob(engine, TextEncoder(None), JobOptions(with_base=True))
     with PartStore(folder, PRINT, **shard) as store:
-        count = run_into_parts(job, lambda: parse_rows(lines()), SIZE, store)
+        count = run_into_parts(job, lambda: parse_rows(lines()), REQUESTS, store)
     run.stats = job.stats
     return count
 
@@ -87,6 +87,9 @@ def make_fragile(patch: pytest.MonkeyPatch, calls: int) -> None:
 def test_killed_at_200_random_moments_a_run_goes_on_to_the_same_bytes(whole, tmp_path):
     rng = random.Random(0)
     deaths = 0
+    job = PrefillJob(CountingEngine(), TextEncoder(None), JobOptions(with_base=True))
+    cut = windows(parse_rows(lines()), REQUESTS, job.requests_of)
+    window_of = {row.line: number for number, window in cut for row in window}
     for attempt in range(200):
         folder = tmp_path / str(attempt)
         with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +103,7 @@ def test_killed_at_200_random_moments_a_run_goes_on_to_the_same_bytes(whole, tmp
         run(folder, engine)
         assert b"".join(merge_lines(folder)) == whole[0]
         assert run.stats.counts() == whole[1]
-        scored_again = {(ids[0] - 21) // SIZE for ids, _ in engine.scored}
+        scored_again = {window_of[ids[0] - 20] for ids, _ in engine.scored}
         assert not scored_again & safe, "a row of a finished part was scored again"
     assert deaths > 150
 
@@ -169,11 +172,25 @@ def test_the_fingerprint_sees_content(tmp_path):
     assert changed(before, {**before, "adapter B": "x"}) == ["adapter B (new)"]
 
 
-def test_window_rows():
-    assert window_rows(0, 1) == 4096
-    assert window_rows(8, 8) == 512
-    assert window_rows(50, 8) == 28672 // 50
-    assert window_rows(100_000, 1) == 1
+def test_window_requests():
+    assert window_requests(0, 1) == 4096
+    assert window_requests(8, 8) == 4096
+    assert window_requests(50, 8) == 7 * 4096
+    assert window_requests(50, 1) == 65_536
+
+
+def test_windows_are_cut_by_requests_not_by_rows():
+    rows = list(parse_rows((i, b'{"prompt_token_ids": [1]}' if n else b"{") for i, n in enumerate([3, 1, 0, 5, 9, 1])))
+    cut = list(windows(rows, 4, lambda row: [3, 1, 1, 5, 9, 1][row.line]))
+    assert [(number, [row.line for row in window]) for number, window in cut] == [
+        (0, [0, 1]),
+        (1, [2, 3]),
+        (2, [4]),
+        (3, [5]),
+    ]
+    job = PrefillJob(FakeEngine(adapters={"A": "/a", "B": "/b"}), TextEncoder(None), JobOptions(with_base=True))
+    given = [b"{}", b'{"prompt": "a"}', b'{"prompt": "a", "adapter": "A"}', b'{"prompt": "a", "adapter": ["A", "*"]}']
+    assert [job.requests_of(row) for row in parse_rows(enumerate(given))] == [1, 3, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def score_in_parts(
     Raises `RefusedOutputError` before any scoring if the parts that lie there are not of this run.
     """
     from moelora.jobs.parts import PartStore
-    from moelora.jobs.windows import run_into_parts, window_rows
+    from moelora.jobs.windows import run_into_parts, window_requests
 
     output = Path(options["output"])
     shard, shards = options["shard"] or (0, 1)
@@ -65,7 +65,7 @@ def score_in_parts(
         if store.finished() and not options["worker"]:
             progress.say(f"going on with {store.finished():,} finished parts in {folder}")
         try:
-            run_into_parts(job, read, window_rows(len(adapters) + 1, engine.slots), store)
+            run_into_parts(job, read, window_requests(len(adapters), engine.slots), store)
         except BaseException:
             if store.finished() == 0 and alone:
                 store.discard()

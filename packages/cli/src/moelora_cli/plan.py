@@ -64,7 +64,7 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         from moelora.jobs.plan import PlanningEngine
         from moelora.jobs.run import PrefillJob
         from moelora.jobs.text import load_encoder
-        from moelora.jobs.windows import window_rows, windows
+        from moelora.jobs.windows import window_requests, windows
         from moelora.jobs.writer import Discard
 
         encoder = load_encoder(options["model"])
@@ -77,7 +77,7 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         if options["input_"] == "-":
             job.run(rows, Discard())
         else:  # which is scored in windows, so that it can be resumed
-            for _, window in windows(rows, window_rows(len(adapters) + 1, engine.slots)):
+            for _, window in windows(rows, window_requests(len(adapters), engine.slots), job.requests_of):
                 job.run(window, Discard())
     stats = job.stats
     facts: dict[str, Any] = {

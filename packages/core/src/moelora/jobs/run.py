@@ -185,6 +185,19 @@ class PrefillJob:
                 if unit.error is None:
                     yield row, unit.request(self._options.top_k)
 
+    def requests_of(self, row: Row) -> int:
+        """How many output lines a row gives: one per adapter, and one if it gives an error as a whole."""
+        if row.error is not None:
+            return 1
+        try:
+            return len(self._adapters_of(row))
+        except RequestError:
+            return 1
+
+    def _adapters_of(self, row: Row) -> list[str]:
+        names, with_base = self._engine.adapter_names, self._options.with_base
+        return expand_adapters(row.adapters or self._default, names, with_base)
+
     def _requests(self, rows: Iterable[Row], sink: RowSink) -> Iterator[Request]:
         """The requests of all rows, in order; the place of each one's line is kept in `_waiting` by its number."""
         number = 0
@@ -211,9 +224,7 @@ class PrefillJob:
         encoded: Encoded | None = None
         error: str | None = None
         try:
-            adapters = expand_adapters(
-                row.adapters or self._default, self._engine.adapter_names, self._options.with_base
-            )
+            adapters = self._adapters_of(row)
         except RequestError as problem:
             yield _Unit(row, None, error=f"line {row.line}: {problem}")
             return

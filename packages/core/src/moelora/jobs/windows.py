@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from moelora.jobs.parts import PartStore
@@ -23,28 +22,32 @@ _PAUSE_SECONDS = 0.2
 """Between looks at what other workers hold."""
 
 
-def window_rows(adapters: int, slots: int) -> int:
-    """Input rows of one window: about 4,096 requests, more where adapters take turns in the slots.
+def window_requests(adapters: int, slots: int) -> int:
+    """Requests of one window: 4,096, more where adapters take turns in the slots.
 
     A pure function of the run's options: shards and resumed runs cut the input alike. With more adapters than slots
-    each window loads every adapter once, so it is made longer by as many rounds as that takes.
+    each window loads every adapter once, so it is made longer by as many turns as that takes.
     """
-    per_row = max(adapters, 1)
-    rounds = -(-per_row // max(slots, 1))
-    return max(1, min(_REQUESTS * rounds, _MOST_REQUESTS) // per_row)
+    turns = -(-max(adapters, 1) // max(slots, 1))
+    return min(_REQUESTS * turns, _MOST_REQUESTS)
 
 
-def windows(rows: Iterable[Row], size: int) -> Iterator[tuple[int, list[Row]]]:
-    """Cuts rows into numbered windows."""
-    source = iter(rows)
-    number = 0
-    while window := list(islice(source, size)):
+def windows(rows: Iterable[Row], size: int, requests_of: Callable[[Row], int]) -> Iterator[tuple[int, list[Row]]]:
+    """Cuts rows into numbered windows that end with the row that brings them to `size` requests."""
+    number, requests = 0, 0
+    window: list[Row] = []
+    for row in rows:
+        window.append(row)
+        requests += requests_of(row)
+        if requests >= size:
+            yield number, window
+            number, requests, window = number + 1, 0, []
+    if window:
         yield number, window
-        number += 1
 
 
 def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int, store: PartStore) -> int:
-    """Scores every window of this shard that has no part yet. Returns the number of windows of the input.
+    """Scores every window of `size` requests of this shard that has no part yet. Returns how many the input has.
 
     `read` gives the rows from the first on. The counts of parts that were there already are added to `job.stats`. A
     worker passes over windows that others have claimed, and comes back for those whose worker died.
@@ -52,7 +55,7 @@ def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int
     seen: set[int] = set()
     while True:
         count, claimed = 0, 0
-        for number, window in windows(read(), size):
+        for number, window in windows(read(), size, job.requests_of):
             count = number + 1
             if not store.mine(number) or number in seen:
                 continue
