@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -11,6 +12,9 @@ import torch
 
 from moelora.adapters.base import Adapter, Factors
 from moelora.errors import AdapterError
+
+_READERS = 4
+"""Adapters that are read at once at the start: each takes one core, and as much memory again while it is read."""
 
 READ_AHEAD = 2
 """Adapters that are read, or wait to be copied, beside those that are kept."""
@@ -42,15 +46,9 @@ class HostAdapters(Mapping[str, Adapter]):
         self._reading: dict[str, Future[Adapter]] = {}
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelora-adapters")
         held = 0
-        for name, source in sources.items():
-            if isinstance(source, Adapter):
-                adapter = source
-            else:
-                say(f"reading adapter {name} from {source}")
-                self._stamps[name] = _stamp(source)
-                adapter = load(name, source)
+        for name, adapter in self._read_all(sources, say):
             self._outlines[name] = outline(adapter)
-            if adapter is source or budget is None or held + adapter.nbytes <= budget:
+            if adapter is sources[name] or budget is None or held + adapter.nbytes <= budget:
                 self._kept[name] = adapter
                 held += adapter.nbytes
         missing = len(self._outlines) - len(self._kept)
@@ -60,6 +58,25 @@ class HostAdapters(Mapping[str, Adapter]):
                 f"{len(self._kept)} of {len(self._outlines)} adapters stay in host memory ({held / 2**30:.1f} of "
                 f"{total / 2**30:.1f} GiB); the other {missing} are read from disk again each time they are loaded"
             )
+
+    def _read_all(
+        self, sources: Mapping[str, Path | Adapter], say: Callable[[str], None]
+    ) -> Iterator[tuple[str, Adapter]]:
+        """All adapters in their order, a few of them read at the same time."""
+        with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="moelora-adapters") as readers:
+            pending: deque[tuple[str, Future[Adapter]]] = deque()
+            for name, source in sources.items():
+                if isinstance(source, Adapter):
+                    pending.append((name, _done(source)))
+                else:
+                    say(f"reading adapter {name} from {source}")
+                    self._stamps[name] = _stamp(source)
+                    pending.append((name, readers.submit(self._load, name, source)))
+                while len(pending) >= _READERS:
+                    name, reading = pending.popleft()
+                    yield name, reading.result()
+            for name, reading in pending:
+                yield name, reading.result()
 
     def pin(self) -> None:
         """Moves all values into page-locked memory, from which a device copies while the host goes on."""
@@ -113,6 +130,12 @@ class HostAdapters(Mapping[str, Adapter]):
         if _stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
         return pinned(adapter, PinnedMemory()) if self._pin else adapter
+
+
+def _done(adapter: Adapter) -> Future[Adapter]:
+    future: Future[Adapter] = Future()
+    future.set_result(adapter)
+    return future
 
 
 def outline(adapter: Adapter) -> Adapter:
