@@ -6,7 +6,9 @@ Scores are a fixed function of (adapter, previous token, token); results come in
 from __future__ import annotations
 
 import math
+import os
 import sys
+import time
 import types
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,7 +59,8 @@ class EngineOptions:
 class FakeEngine:
     """Has what `PrefillEngine` has. Adapters called `twin…` score as the base; a token 13 scores -inf, 14 NaN.
 
-    A request that holds token 15 raises; `window` requests are taken at a time and answered backwards.
+    A request that holds token 15 raises; `window` requests are taken at a time and answered backwards. Each takes
+    FAKE_ENGINE_SECONDS longer, and says that it runs if that is at least one.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class FakeEngine:
         self.eager_buckets: list[int] = []
         self.options = options
         self.window = window
-        self.most_taken = 0
+        self.seconds = float(os.environ.get("FAKE_ENGINE_SECONDS", "0"))
+        self._in_batch = self._stopping = False
         print("a library prints to stdout")
         if on_event is not None:
             on_event("loaded [bold]nothing[/bold]")
@@ -95,8 +99,21 @@ class FakeEngine:
         """Windows of requests, each answered backwards."""
         numbered = enumerate(requests)
         while window := list(islice(numbered, self.window)):
-            for index, request in reversed(window):
-                yield index, self.score_one(request)
+            self._in_batch = True
+            results = [(index, self.score_one(request)) for index, request in reversed(window)]
+            if self.seconds >= 1:
+                print("a batch runs", file=sys.stderr, flush=True)
+            time.sleep(self.seconds)
+            self._in_batch = False
+            yield from results
+            if self._stopping:
+                self._stopping = False
+                raise KeyboardInterrupt
+
+    def stop(self) -> bool:
+        """Ends behind the window that is being scored, if one is."""
+        self._stopping = self._in_batch
+        return self._in_batch
 
     def score_one(self, request: Request) -> Result:
         """The result of one request."""

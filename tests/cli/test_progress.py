@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from moelora.jobs.run import JobStats
+from moelora.jobs.stats import JobStats
 from moelora_cli import progress as module
 from moelora_cli.progress import Progress
 

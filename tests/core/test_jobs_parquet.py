@@ -41,7 +41,7 @@ def test_both_formats_hold_the_same_rows(tmp_path):
     parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
     one = score(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     two = score(tmp_path / "in.parquet", tmp_path / "out.parquet")
-    assert one.counts() == two.counts()
+    assert one == two
     written = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(written) == len(lines)

@@ -14,7 +14,8 @@ from moelora.errors import ConfigError
 from moelora.jobs.metrics import encode_metrics
 from moelora.jobs.report import build_report, encode_report, summary
 from moelora.jobs.rows import parse_rows
-from moelora.jobs.run import JobOptions, JobStats, PrefillJob
+from moelora.jobs.run import JobOptions, PrefillJob
+from moelora.jobs.stats import JobStats
 from moelora.jobs.text import TextEncoder
 from moelora.types import BASE_ADAPTER
 

@@ -176,3 +176,38 @@ class TestTransfer:
     def test_scores_on_the_cpu_are_there_at_once(self):
         tensor = torch.arange(3)
         assert Fetch([tensor]).wait() == [tensor]
+
+
+class TestStop:
+    """What a signal handler does in the middle of a batch, and between batches."""
+
+    def test_what_is_queued_is_finished_and_handed_out(self, engine, monkeypatch):
+        run = type(engine._runner).run
+        calls = []
+
+        def stops_in_the_second(self, batch):
+            calls.append(batch)
+            if len(calls) == 2:
+                assert engine.stop()
+            return run(self, batch)
+
+        monkeypatch.setattr(type(engine._runner), "run", stops_in_the_second)
+        seen: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(index for index, _ in engine.score_stream(requests_of(9, 9, 9, 9)))
+        assert seen == [0, 1]
+        assert len(engine.score(requests_of(9, 9))) == 2, "the engine goes on"
+
+    def test_while_requests_are_awaited_the_handler_may_raise(self, engine, monkeypatch):
+        monkeypatch.setattr("moelora.engine.WINDOW_REQUESTS", 2)
+        assert not engine.stop()
+
+        def given():
+            yield from requests_of(9, 9)
+            assert not engine.stop()
+            raise KeyboardInterrupt
+
+        seen: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(index for index, _ in engine.score_stream(given()))
+        assert seen == [0, 1]

@@ -59,7 +59,7 @@ def rows(count=60):
 def run(engine, **job_options):
     job = PrefillJob(engine, TextEncoder(None), JobOptions(**job_options))
     stats = job.run(rows(), Discard())
-    return {f: getattr(stats, f) for f in stats.__dataclass_fields__ if f != "warnings"}, engine.report()
+    return {f: getattr(stats, f) for f in stats.__dataclass_fields__ if f != "twins"}, engine.report()
 
 
 def both(folder, model="model", names=NAMES, job_options=None, **options):

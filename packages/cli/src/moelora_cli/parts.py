@@ -55,7 +55,7 @@ def score_in_parts(
             shard=shard,
             shards=shards,
             overwrite=options["overwrite"],
-            worker=options["worker"],
+            worker=bool(options["worker"]),
         )
     except ConfigError as error:
         raise RefusedOutputError(str(error)) from None
@@ -70,7 +70,7 @@ def score_in_parts(
             if store.finished() == 0 and alone:
                 store.discard()
             elif store.finished() and not options["worker"]:
-                progress.say(f"{store.finished():,} parts are safe in {folder}; the same command goes on from there")
+                progress.say(parts_are_safe(folder))
             raise
         if alone:
             write_output(folder, output)
@@ -80,6 +80,13 @@ def score_in_parts(
 def parts_folder(output: Path) -> Path:
     """Where the parts of a file lie until it is whole."""
     return output.with_name(output.name + ".parts")
+
+
+def parts_are_safe(folder: Path) -> str:
+    """What is said when a run ends before its time."""
+    from moelora.jobs.parts import count_parts
+
+    return f"{count_parts(folder):,} parts are safe in {folder}; the same command goes on from there"
 
 
 def write_output(folder: Path, output: str | Path) -> None:

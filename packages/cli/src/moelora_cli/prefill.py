@@ -14,6 +14,7 @@ import click
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
+from moelora_cli.interrupts import interrupts, orphaned
 from moelora_cli.options import (
     engine_options,
     engine_options_of,
@@ -30,8 +31,9 @@ from moelora_cli.workers import check_devices, score_with_workers
 
 if TYPE_CHECKING:
     from moelora.jobs.rows import Row
-    from moelora.jobs.run import JobOptions, JobStats
+    from moelora.jobs.run import JobOptions
     from moelora.jobs.score_tally import ScoreTally
+    from moelora.jobs.stats import JobStats
     from moelora.jobs.text import TextEncoder
 
 
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     metavar="all|0,1|cpu:N",
     help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
 )
-@click.option("--worker", is_flag=True, hidden=True)
+@click.option("--worker", type=int, default=0, hidden=True)  # one of so many of a run with --devices
 @click.option(
     "--shard",
     metavar="I/N|auto",
@@ -120,17 +122,26 @@ def _score(
     start = time.monotonic()
     engine = _load_engine(options, adapters, progress)
     timeline = Timeline()
-    job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=progress.counts)
+    parent = os.getppid()
+
+    def on_progress(stats: JobStats) -> None:
+        progress.counts(stats)
+        if options["worker"] and orphaned(parent):
+            raise KeyboardInterrupt
+
+    job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=on_progress)
     loaded = time.monotonic()
     progress.begin()
     tally = None
     try:
         if _in_parts(options):
-            score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
+            with interrupts(engine.stop, progress.say, worker=bool(options["worker"])):
+                score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
         else:
             tally = ScoreTally()
             sink = open_output(options["output"], stdout)
-            with TallySink(sink, tally) if is_page(options["report"]) else sink as taking:
+            taking = TallySink(sink, tally) if is_page(options["report"]) else sink
+            with taking, interrupts(engine.stop, progress.say):
                 job.run(parse_rows(lines), taking)
         stats = job.stats
         report = build_report(

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moelora.jobs.run import JobStats
+    from moelora.jobs.stats import JobStats
 
 SECONDS_BETWEEN_LINES = 5.0
 

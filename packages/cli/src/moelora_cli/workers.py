@@ -11,13 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
-from moelora_cli.parts import parts_folder, write_output
+from moelora_cli.interrupts import STOP_WORKER, interrupts
+from moelora_cli.parts import parts_are_safe, parts_folder, write_output
 from moelora_cli.progress import Progress
 
 _FLAGS = ("with_base", "batch_invariant")
@@ -56,9 +59,8 @@ def device_names(devices: str) -> list[str]:
 
 def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> int:
     """Starts the workers, waits for them, and puts their parts together."""
-    from moelora.jobs.parts import RUN_LOCK, hold_folder, part_headers
+    from moelora.jobs.parts import RUN_LOCK, clear_parts, count_parts, hold_folder, stats_of
     from moelora.jobs.report import build_report
-    from moelora.jobs.run import JobStats
     from moelora.jobs.timeline import joined
     from moelora_cli.prefill import tell, write_reports
 
@@ -66,28 +68,24 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     output = Path(options["output"])
     folder = parts_folder(output)
     began = time.monotonic()
-    with hold_folder(folder, RUN_LOCK):
+    with hold_folder(folder, RUN_LOCK), tempfile.TemporaryDirectory() as private:
         if options["overwrite"]:
-            for stale in folder.glob("[!l]*"):
-                stale.unlink()
+            clear_parts(folder)
         try:
-            _wait(_start(options, adapters, names, folder), progress)
+            _wait(_start(options, adapters, names, Path(private)), progress)
         except BaseException:
-            if not list(part_headers(folder)):
+            if not count_parts(folder):
                 shutil.rmtree(folder, ignore_errors=True)
+            else:
+                progress.say(parts_are_safe(folder))
             raise
         try:
             write_output(folder, output)
         except ConfigError as error:
             raise JobFailedError(f"no worker is left: {error}; the same command goes on from there") from error
-        stats = JobStats()
-        for header in part_headers(folder):
-            stats.add(header["counts"])
-            stats.first_errors = (stats.first_errors + header["first_errors"])[:5]
-        reports = [json.loads(path.read_bytes()) for path in sorted(folder.glob("report-*.json"))]
-        for stale in folder.iterdir():
-            stale.unlink()
-    folder.rmdir()
+        stats = stats_of(folder)
+        reports = [json.loads(path.read_bytes()) for path in sorted(Path(private).glob("report-*.json"))]
+        shutil.rmtree(folder, ignore_errors=True)
     seconds = time.monotonic() - began
     engine = _joined([r.get("engine", {}) for r in reports])
     run = {"devices": names, "output": str(output)}
@@ -98,11 +96,22 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
 
 
-def _start(
-    options: dict[str, Any], adapters: dict[str, Path], names: list[str], folder: Path
-) -> list[tuple[str, subprocess.Popen[str]]]:
-    arguments = ["prefill", options["model"], "--input", options["input_"], "--output", options["output"], "--worker"]
-    arguments.append("--quiet")
+@dataclass(slots=True)
+class _Worker:
+    """A process, and the file that it writes its words to: a pipe that nobody reads would stop it when it is full."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def said(self) -> str:
+        """What it said on stderr."""
+        return self.log.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:
+    arguments = ["prefill", options["model"], "--input", options["input_"], "--output", options["output"], "--quiet"]
+    arguments += ["--worker", str(len(names))]
     for name, path in adapters.items():
         arguments += ["--adapters", f"{name}={path}"]
     arguments += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if options[flag]]
@@ -111,22 +120,19 @@ def _start(
             arguments += [f"--{name.replace('_', '-')}", str(options[name])]
     if options["buckets"] is not None:
         arguments += ["--buckets", ",".join(map(str, options["buckets"]))]
-    return [
-        (
-            f"worker {number} on {device}",
-            subprocess.Popen(
-                [
-                    *(sys.executable, *_program(), *map(str, arguments), "--device", device),
-                    *("--report", str(folder / f"report-{number}.json")),
-                ],
+    workers = []
+    for number, device in enumerate(names):
+        own = ["--device", device, "--report", str(private / f"report-{number}.json")]
+        log = private / f"log-{number}"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, *_program(), *map(str, arguments), *own],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            ),
-        )
-        for number, device in enumerate(names)
-    ]
+                stderr=file,
+            )
+        workers.append(_Worker(f"worker {number} on {device}", process, log))
+    return workers
 
 
 def _program() -> list[str]:
@@ -136,28 +142,45 @@ def _program() -> list[str]:
     return ["-m", "moelora_cli"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
 
 
-def _wait(workers: list[tuple[str, subprocess.Popen[str]]], progress: Progress) -> None:
-    """Waits until all have ended; says which died. Raises `ConfigError` with the reason if they were refused."""
-    running = dict(workers)
+def _wait(workers: list[_Worker], progress: Progress) -> None:
+    """Waits until all have ended; says which died. Raises `ConfigError` with the reason if they were refused.
+
+    The first Ctrl-C is handed on, so that they finish their batches; then, or at the second, raises
+    `KeyboardInterrupt`.
+    """
+    running = list(workers)
     refused: list[str] = []
+    asked = False
+
+    def stop() -> bool:
+        nonlocal asked
+        asked = True
+        for worker in running:
+            worker.process.send_signal(STOP_WORKER)
+        return True
+
     try:
-        while running:
-            time.sleep(_POLL_SECONDS)
-            for name, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                said = (process.stderr.read() if process.stderr else "").strip()
-                del running[name]
-                if process.returncode == EXIT_REFUSED:
-                    refused.append(said.splitlines()[-1].removeprefix("error: ") if said else name)
-                elif process.returncode not in _WORKED:
-                    others = f"{len(running)} others go on with its work" if running else "none is left"
-                    progress.say(f"{name} died (exit {process.returncode}); {others}. {said[-500:]}".strip())
+        with interrupts(stop, progress.say):
+            while running:
+                time.sleep(_POLL_SECONDS)
+                for worker in list(running):
+                    code = worker.process.poll()
+                    if code is None:
+                        continue
+                    running.remove(worker)
+                    said = worker.said()
+                    if code == EXIT_REFUSED:
+                        refused.append(said.splitlines()[-1].removeprefix("error: ") if said else worker.name)
+                    elif code not in _WORKED and not asked:
+                        others = f"{len(running)} others go on with its work" if running else "none is left"
+                        progress.say(f"{worker.name} died (exit {code}); {others}. {said[-500:]}".strip())
     finally:
-        for process in running.values():
-            process.terminate()
-        for process in running.values():
-            process.wait()
+        for worker in running:
+            worker.process.terminate()
+        for worker in running:
+            worker.process.wait()
+    if asked:
+        raise KeyboardInterrupt
     if refused:
         raise ConfigError(refused[0])
 

@@ -250,6 +250,13 @@ class PrefillEngine:
         with self._lock:
             return self._residency.place(planned)
 
+    def stop(self) -> bool:
+        """Lets `score_stream` end by `KeyboardInterrupt` behind the results of the batches that are under way.
+
+        For signal handlers. Returns False, and changes nothing, if there is none to wait for.
+        """
+        return self._pipeline.stop()
+
     def report(self) -> dict[str, Any]:
         """Counts since construction, and what ran where: the `engine` part of the report of `moelora prefill`.
 

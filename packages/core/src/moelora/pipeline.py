@@ -96,6 +96,16 @@ class BatchPipeline:
         self._device = device
         self._lock = lock
         self._say = say
+        self._under_way = self._stopping = False
+
+    def stop(self) -> bool:
+        """Lets `run` end by `KeyboardInterrupt` behind the batches that are queued.
+
+        For signal handlers. Returns False, and changes nothing, if none is, or if `run` waits for turns: then the
+        handler may raise where it is, and what is queued is handed out none the less.
+        """
+        self._stopping = self._under_way
+        return self._under_way
 
     def run(self, turns: Iterable[Turn]) -> Iterator[tuple[int, Result]]:
         """Yields (index, result) of every request, once its last sequence is scored: a batch behind the queued one.
@@ -105,7 +115,7 @@ class BatchPipeline:
         """
         queued: _Queued | None = None
         try:
-            for turn in turns:
+            for turn in self._until_stopped(turns):
                 waiting = [turn.sequences]
                 while waiting:
                     sequences = waiting.pop()
@@ -116,12 +126,27 @@ class BatchPipeline:
                     queued = behind
                     if behind is None:
                         yield from self._make_room(sequences, waiting, turn.builders)
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             if queued is not None:
                 yield from _collect(queued)
             raise
+        finally:
+            self._under_way = False
         if queued is not None:
             yield from _collect(queued)
+
+    def _until_stopped(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        source = iter(turns)
+        while True:
+            self._under_way = False
+            turn = next(source, None)
+            if turn is None:
+                return
+            self._under_way = True
+            yield turn
+            if self._stopping:
+                self._stopping = False
+                raise KeyboardInterrupt
 
     def _queue_or_none(self, sequences: Sequence[Tokens], turn: Turn) -> _Queued | None:
         """None if there is no memory. Returns outside the except block, whose traceback would keep tensors alive."""

@@ -72,18 +72,6 @@ def dry_row(row: Row, adapter: str | None, encoded: Encoded | None, error: str |
     return out
 
 
-def fingerprint(result: Result) -> int:
-    """A number that differs, as good as surely, between results whose scores differ in any bit."""
-    return hash(
-        (
-            result.logprob_sum,
-            tuple(result.token_logprobs),
-            result.next_token,
-            tuple(choice.logprob for choice in result.choices),
-        )
-    )
-
-
 def _token(score: TokenScore) -> dict[str, Any]:
     return {"token_id": score.token_id, "logprob": score.logprob}
 

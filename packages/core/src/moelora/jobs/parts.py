@@ -20,12 +20,15 @@ from typing import Any, BinaryIO
 
 from moelora.errors import ConfigError
 from moelora.jobs.fingerprint import changed
+from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import AtomicFile
 
 RUN_LOCK = "lock-run"
 """Held by whoever runs the whole of an output, alone or with workers; shards hold one lock each."""
 
 _MANIFEST = "manifest.json"
+_MANIFEST_LOCK = "lock-manifest"
+"""Held for a moment by whoever reads or writes the manifest."""
 _PART = re.compile(r"part-(\d{8})\.jsonl")
 _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
 
@@ -56,15 +59,13 @@ class PartStore:
         self._worker = worker
         self._locks: list[BinaryIO] = []
         try:
-            if shards == 1 and not worker:
-                self._locks.append(hold_folder(folder, RUN_LOCK))
-            self._locks.append(hold_folder(folder, f"lock-{shard}-of-{shards}", wait=worker))
-            self._check_manifest(dict(fingerprint), overwrite)
+            if not worker:  # whoever started the workers holds the folder
+                self._locks.append(hold_folder(folder, RUN_LOCK if shards == 1 else f"lock-{shard}-of-{shards}"))
+            with hold_folder(folder, _MANIFEST_LOCK, wait=True):
+                self._check_manifest(dict(fingerprint), overwrite)
         except BaseException:
             self.close()
             raise
-        if worker:  # held only while the first of them writes the manifest
-            self.close()
 
     def _check_manifest(self, fingerprint: dict[str, str], overwrite: bool) -> None:
         path = self.folder / _MANIFEST
@@ -78,12 +79,22 @@ class PartStore:
                 f"{self.folder} holds parts of another run; changed since: {', '.join(differences)}. "
                 "Give --overwrite to begin anew"
             )
-        if before != known or overwrite:
-            # Without a manifest nothing vouches for the parts that lie here.
-            for stale in self.folder.iterdir():
-                if not stale.name.startswith(("lock-", "claim-")):
-                    stale.unlink()
+        if before != known:
+            self._refuse_other_shards()
+            clear_parts(self.folder)  # without a manifest nothing vouches for the parts that lie here
             _write_json(path, known)
+        elif overwrite:
+            for part in self.folder.iterdir():
+                match = _PART.fullmatch(part.name)
+                if match is not None and self.mine(int(match[1])):
+                    part.unlink()
+
+    def _refuse_other_shards(self) -> None:
+        """Raises `ConfigError` if a shard is at work here whose parts would be taken from it."""
+        own = {lock.name for lock in self._locks}
+        for path in self.folder.glob("lock-*-of-*"):
+            if str(path) not in own:
+                hold_folder(self.folder, path.name).close()
 
     def agree(self, name: str, value: Any) -> Any:
         """What the first process of this run gave under `name`: all others, and later ones, get the same back."""
@@ -118,13 +129,12 @@ class PartStore:
         return self._path(window).exists()
 
     def open_part(self, window: int) -> AtomicFile:
-        """A file for the part of `window`. Its first line must be the header, see `header`."""
+        """A file for the part of `window`. Its first line must be the header, an object that holds `stats`."""
         return AtomicFile(self._path(window))
 
-    def header(self, window: int) -> dict[str, Any]:
+    def stats(self, window: int) -> JobStats:
         """What was counted for a finished part."""
-        with self._path(window).open("rb") as file:
-            return json.loads(file.readline())
+        return _read_stats(self._path(window))
 
     def end(self, windows: int) -> None:
         """Notes that the input has `windows` windows and that this shard has finished its own."""
@@ -132,7 +142,7 @@ class PartStore:
 
     def finished(self) -> int:
         """Parts that are there, of any shard."""
-        return sum(_PART.fullmatch(p.name) is not None for p in self.folder.iterdir())
+        return count_parts(self.folder)
 
     def discard(self) -> None:
         """Removes the folder, once its lines stand elsewhere."""
@@ -163,17 +173,38 @@ def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
     file = (folder / name).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise ConfigError(f"{folder} is in use by another run of the same output ({name})") from None
+    except OSError as error:
+        file.close()
+        raise ConfigError(f"{folder}: this file system cannot lock files ({error.strerror}); use another") from None
     return file
 
 
-def part_headers(folder: Path) -> Iterator[dict[str, Any]]:
-    """What was counted for each finished part, in order."""
+def clear_parts(folder: Path) -> None:
+    """Removes what an earlier run left in `folder`; files that processes hold locks on stay."""
+    for stale in folder.iterdir():
+        if not stale.name.startswith(("lock-", "claim-")):
+            stale.unlink()
+
+
+def count_parts(folder: Path) -> int:
+    """Finished parts, of any shard."""
+    return sum(_PART.fullmatch(p.name) is not None for p in folder.iterdir())
+
+
+def stats_of(folder: Path) -> JobStats:
+    """What was counted for all finished parts together."""
+    total = JobStats()
     for path in sorted(p for p in folder.iterdir() if _PART.fullmatch(p.name)):
-        with path.open("rb") as file:
-            yield json.loads(file.readline())
+        total.add(_read_stats(path))
+    return total
+
+
+def _read_stats(part: Path) -> JobStats:
+    with part.open("rb") as file:
+        return JobStats.from_json(json.loads(file.readline())["stats"])
 
 
 def merge_lines(folder: Path) -> Iterator[bytes]:

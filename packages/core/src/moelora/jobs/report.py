@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moelora.capacity import EagerReason
-from moelora.jobs.run import JobStats
+from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
 from moelora.versions import versions

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from moelora.errors import ConfigError, RequestError, choose_from
-from moelora.jobs.outputs import dry_row, error_row, fingerprint, result_row
+from moelora.jobs.outputs import dry_row, error_row, result_row
 from moelora.jobs.rows import Row
+from moelora.jobs.stats import JobStats
 from moelora.jobs.text import Encoded, TextEncoder, fit
 from moelora.jobs.writer import RowSink, encode_row, finite_row
 from moelora.types import BASE_ADAPTER, Request, Result
@@ -66,39 +67,12 @@ class JobOptions:
     on_long: Literal["error", "truncate-left"] = "error"
 
 
-@dataclass(slots=True, kw_only=True)
-class JobStats:
-    """What a job has done so far. rows: input rows read. output_rows: lines written; error_rows: those with an error.
-
-    requests: sequences scored. tokens: their tokens, choices included. truncated_rows: output rows that were cut.
-    """
-
-    rows: int = 0
-    output_rows: int = 0
-    error_rows: int = 0
-    requests: int = 0
-    tokens: int = 0
-    truncated_rows: int = 0
-    truncated_tokens: int = 0
-    first_errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def counts(self) -> dict[str, int]:
-        """The numbers, by name."""
-        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), int)}
-
-    def add(self, counts: dict[str, int]) -> None:
-        """Adds what an earlier run counted for rows that this one does not score again."""
-        for name, value in counts.items():
-            setattr(self, name, getattr(self, name) + value)
-
-
 @dataclass(slots=True)
 class _Pending:
-    """An input row whose lines are not all there yet. prints: what tells scores of adapters apart, by adapter."""
+    """An input row whose lines are not all there yet. results: those without an error, by adapter."""
 
     lines: list[bytes | None]
-    prints: dict[str, int] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +120,6 @@ class PrefillJob:
         self.stats = JobStats()
         self._pending: deque[_Pending] = deque()
         self._waiting: dict[int, tuple[_Pending, int, _Unit]] = {}
-        self._twins = _Twins()
 
     def run(self, rows: Iterable[Row], sink: RowSink) -> JobStats:
         """Scores rows and writes their lines to `sink`; may be called again for further rows, `stats` counts on.
@@ -161,7 +134,6 @@ class PrefillJob:
         self._flush(sink)
         if self._waiting or self._pending:
             raise RuntimeError(f"the engine left {len(self._waiting)} requests without a result")
-        self.stats.warnings = self._twins.warnings()
         self._on_progress(self.stats)
         return self.stats
 
@@ -170,7 +142,7 @@ class PrefillJob:
         for row in rows:
             self.stats.rows += 1
             for unit in self._units(row):
-                self._count(unit.error)
+                self.stats.count_line(unit.error)
                 if unit.encoded is not None and unit.error is None:
                     self._count_cut(unit.encoded)
                 sink.write(encode_row(dry_row(unit.row, unit.adapter, unit.encoded, unit.error)))
@@ -181,7 +153,7 @@ class PrefillJob:
         for row in rows:
             self.stats.rows += 1
             for unit in self._units(row):
-                self._count(unit.error)
+                self.stats.count_line(unit.error)
                 if unit.error is None:
                     yield row, unit.request(self._options.top_k)
 
@@ -208,7 +180,7 @@ class PrefillJob:
             self._pending.append(pending)
             for place, unit in enumerate(units):
                 if unit.error is not None:
-                    self._count(unit.error)
+                    self.stats.count_line(unit.error)
                     pending.lines[place] = encode_row(error_row(row, unit.adapter, unit.encoded, unit.error))
                     continue
                 self._waiting[number] = (pending, place, unit)
@@ -256,13 +228,13 @@ class PrefillJob:
         tokens = self._options.logprobs == "tokens"
         row = result_row(unit.row, unit.adapter, unit.encoded, result, tokens=tokens, top_k=self._options.top_k)
         row = finite_row(row, where=f"line {unit.row.line}: ")
-        self._count(row["error"])
+        self.stats.count_line(row["error"])
         self._count_cut(unit.encoded)
         self.stats.requests += 1
         self.stats.tokens += len(unit.encoded.token_ids) + sum(map(len, unit.encoded.choices))
         pending.lines[place] = encode_row(row)
         if row["error"] is None:
-            pending.prints[unit.adapter] = fingerprint(result)
+            pending.results[unit.adapter] = result
 
     def _flush(self, sink: RowSink) -> None:
         while self._pending and None not in self._pending[0].lines:
@@ -270,47 +242,12 @@ class PrefillJob:
             for line in done.lines:
                 assert line is not None
                 sink.write(line)
-            self._twins.add(done.prints)
-
-    def _count(self, error: str | None) -> None:
-        self.stats.output_rows += 1
-        if error is not None:
-            self.stats.error_rows += 1
-            if len(self.stats.first_errors) < 5 and error not in self.stats.first_errors:
-                self.stats.first_errors.append(error)
+            self.stats.compare(done.results)
 
     def _count_cut(self, encoded: Encoded) -> None:
         if encoded.truncated_tokens:
             self.stats.truncated_rows += 1
             self.stats.truncated_tokens += encoded.truncated_tokens
-
-
-class _Twins:
-    """Watches for adapters whose every score equals the base's bit for bit: as a rule, one that was not applied."""
-
-    def __init__(self) -> None:
-        self._compared: dict[str, int] = {}
-        self._differs: set[str] = set()
-
-    def add(self, prints: dict[str, int]) -> None:
-        """Takes the fingerprints of one row by adapter."""
-        base = prints.get(BASE_ADAPTER)
-        if base is None:
-            return
-        for adapter, mine in prints.items():
-            if adapter != BASE_ADAPTER:
-                self._compared[adapter] = self._compared.get(adapter, 0) + 1
-                if mine != base:
-                    self._differs.add(adapter)
-
-    def warnings(self) -> list[str]:
-        """One sentence for each adapter that never differed."""
-        return [
-            f"adapter {adapter!r} scores exactly as the base in all {count} rows scored with both; "
-            "check that it is the adapter you mean (moelora inspect shows what it changes)"
-            for adapter, count in self._compared.items()
-            if adapter not in self._differs
-        ]
 
 
 def default_adapters(options: JobOptions, names: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ Windows that are finished already are read over, not scored.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -61,7 +62,7 @@ def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int
                 continue
             with store.claim(number) as may_score:
                 if store.has(number):
-                    job.stats.add(store.header(number)["counts"])
+                    job.stats.add(store.stats(number))
                 elif may_score:
                     _score_window(job, number, window, store)
                 else:
@@ -76,16 +77,10 @@ def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int
 
 def _score_window(job: PrefillJob, number: int, window: list[Row], store: PartStore) -> None:
     lines = _Lines()
-    before, known = job.stats.counts(), len(job.stats.first_errors)
+    before = copy.deepcopy(job.stats)
     job.run(window, lines)
-    after = job.stats.counts()
-    header = {
-        "window": number,
-        "counts": {name: after[name] - before[name] for name in after},
-        "first_errors": job.stats.first_errors[known:],
-    }
     with store.open_part(number) as part:
-        part.write(encode_row(header))
+        part.write(encode_row({"window": number, "stats": job.stats.since(before).to_json()}))
         for line in lines.held:
             part.write(line)
 

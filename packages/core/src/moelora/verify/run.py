@@ -12,7 +12,8 @@ import torch
 from moelora.engine import EngineOptions, PrefillEngine
 from moelora.environment import resolve_device
 from moelora.jobs.rows import Row
-from moelora.jobs.run import JobOptions, JobStats, PrefillJob
+from moelora.jobs.run import JobOptions, PrefillJob
+from moelora.jobs.stats import JobStats
 from moelora.jobs.text import TextEncoder
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue

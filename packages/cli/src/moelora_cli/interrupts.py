@@ -1,0 +1,55 @@
+"""Ctrl-C: the first ends the work when its batch is finished, the second at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+STOP_WORKER = signal.SIGUSR1
+"""What a worker takes as the first Ctrl-C. The terminal's own reaches it too and is ignored: its parent decides."""
+
+
+@contextmanager
+def interrupts(stop: Callable[[], bool], say: Callable[[str], None], *, worker: bool = False) -> Iterator[None]:
+    """Calls `stop` at the first Ctrl-C within the context; the second raises `KeyboardInterrupt` wherever it comes.
+
+    stop: ends the work in its own time and returns True, or returns False if there is nothing to wait for; then the
+    first one raises as well. Leaves things as they are where SIGINT is ignored, as it is for jobs in the background.
+    """
+    number = STOP_WORKER if worker else signal.SIGINT
+    try:
+        before = signal.getsignal(signal.SIGINT)
+        if before is signal.SIG_IGN and not worker:
+            yield
+            return
+        replaced = {number: signal.signal(number, _Handler(stop, say))}
+        if worker:
+            replaced[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not in the main thread, which alone gets signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for one, handler in replaced.items():
+            signal.signal(one, handler)
+
+
+class _Handler:
+    def __init__(self, stop: Callable[[], bool], say: Callable[[str], None]) -> None:
+        self._stop, self._say = stop, say
+        self._asked = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._asked or not self._stop():
+            raise KeyboardInterrupt
+        self._asked = True
+        self._say("finishing the batch; Ctrl-C once more ends at once")
+
+
+def orphaned(parent: int) -> bool:
+    """Whether the process that started this one, whose number is `parent`, has died."""
+    return os.getppid() != parent
