@@ -58,7 +58,7 @@ def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
         "eager: graphs are switched off (--graph off)",
         "4 in 2 slots, loaded 4 times in all",
         "base weights",
-        "not counted: activations",
+        "activations of the largest batch",
         "row error  line 6: prompt must be a string",
     ):
         assert part in stdout

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import moelora.engine
-import moelora.jobs.plan
+import moelora.graphs.select
 import moelora.models.base_model
 import moelora.options
 from moelora import BASE_ADAPTER, EngineOptions, GraphMode, Phase, PrefillEngine, Request, RunMode
@@ -125,9 +125,9 @@ def test_a_plan_foresees_graphs_and_fallbacks(world, monkeypatch, mode, names):
     rows = [row(1 + 13 * i % 70, [*names, BASE_ADAPTER][i % (len(names) + 1)], i) for i in range(40)]
     rows += [row(1, start=i) for i in range(60)]
     engine = make_engine(world, monkeypatch, mode, names=names)
-    original = moelora.jobs.plan.graphs_blocked
+    original = moelora.graphs.select.graphs_blocked
     monkeypatch.setattr(
-        moelora.jobs.plan, "graphs_blocked", lambda **facts: original(**{**facts, "has_graph_device": True})
+        moelora.graphs.select, "graphs_blocked", lambda **facts: original(**{**facts, "has_graph_device": True})
     )
     planned = PlanningEngine(world / "model", adapters={n: world / n for n in names}, options=engine.options)
     for some in (rows[:7], rows, rows[3:4]):

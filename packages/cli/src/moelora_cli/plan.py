@@ -21,14 +21,6 @@ from moelora_cli.options import (
 )
 from moelora_cli.progress import Progress
 
-_PARTS = {
-    "base": "base weights",
-    "bank": "adapter slots",
-    "static": "metadata and expert scratch",
-    "scoring_chunk": "logits of one chunk",
-    "needed": "together",
-}
-
 
 @click.command(cls=MoeloraCommand, short_help="What prefill would do: batches, fallbacks, memory.")
 @model_options
@@ -142,10 +134,13 @@ def _graph_lines(engine: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
-    lines = [f"{size(memory[key]):>10}  {text}" for key, text in _PARTS.items()]
+    from moelora.jobs.report import MEMORY_PARTS
+
+    lines = [f"{size(memory[key]):>10}  {text}" for key, text in MEMORY_PARTS.items()]
+    lines.append(f"{size(memory['needed']):>10}  together; the last two take turns")
     lines.append(f"not counted: {', '.join(memory['not_counted'])}")
     if memory["free"] is not None:
         left = memory["free"] - memory["needed"]
-        said = f"fits, {size(left)} left for these" if memory["fits"] else f"does not fit, {size(-left)} too much"
+        said = f"fits, {size(left)} left" if memory["fits"] else f"does not fit, {size(-left)} too much"
         lines.append(f"{said} ({size(memory['free'])} of {size(memory['total'])} are free)")
     return lines

@@ -28,6 +28,8 @@ from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, select_runner
+from moelora.memory import Sizing, choose_capacity, together
+from moelora.meter import DeviceMeter, measure_largest_batch
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
@@ -39,7 +41,6 @@ from moelora.options import (
     batch_limits,
     choose_backend,
     derive_buckets,
-    derive_capacity,
 )
 from moelora.pipeline import BatchPipeline, Turn
 from moelora.scoring.head import ScoringHead
@@ -87,41 +88,43 @@ class PrefillEngine:
         torch.manual_seed(options.seed)
         self._backend = choose_backend(options, self._device)
         source = open_base(model, load_format=options.load_format)
-        self._catalogue = build_catalogue(source.skeleton())
+        skeleton = source.skeleton()
+        self._catalogue = build_catalogue(skeleton)
         # Adapters come first: a bad one is refused before minutes are spent on the base.
         self._adapters = self._load_adapters(adapters or {}, source, say)
+        sizing = Sizing(
+            skeleton=skeleton,
+            catalogue=self._catalogue,
+            architecture=source.architecture,
+            adapters=self._adapters.values(),
+            device=self._device,
+            dtype=resolve_dtype(options.dtype, source.config, self._device),
+        )
+        self._capacity, self._planned_memory = choose_capacity(options, sizing, say)
+        meter = self._meter = DeviceMeter(self._device)
         say(f"loading base model {model}")
-        self._base = load_base(source, device=self._device, dtype=options.dtype)
+        self._base = meter.kept("base", lambda: load_base(source, device=self._device, dtype=options.dtype))
         # Asked for every request, and transformers' configs answer slowly.
         self._vocab_size: int = self._base.text_config.vocab_size
         self._max_positions: int | None = getattr(self._base.text_config, "max_position_embeddings", None)
-        self._capacity = derive_capacity(
-            options,
-            self._device,
-            packs=self._base.architecture.packs,
-            adapters=self._adapters.values(),
-            backend=self._backend.capabilities,
-        )
-        self._prepare_backend()
+        meter.kept("static", self._prepare_backend)
         # Before LoRA is hooked in: a substitute is compared with the bare module.
         ops = self._backend.fused_ops
         self._substitutes = (
             install_substitutes(self._base.causal_lm, ops, self._base.dtype, self._device) if ops else Substitutes()
         )
-        self._bank = AdapterBank(
-            self._catalogue,
-            BankLayout.of(self._adapters.values()),
-            slots=self._capacity.bank_slots,
-            device=self._device,
-            dtype=self._base.dtype,
-        )
+        self._bank = meter.kept("bank", self._make_bank)
         if self._device.type == "cuda" and len(self._adapters) > self._bank.num_slots:
             self._adapters.pin()  # they take turns in the slots, and are copied while batches run
         self._residency = Residency(self._adapters, self._bank)
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()
         self._check_installed()
+        if self._device.type == "cuda":
+            runner = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
+            measure_largest_batch(meter, runner, self._head, self._capacity, self._max_positions, say)
         self._selection = self._select_runner(say)
+        meter.graph_pools("graphs")
         self._runner = self._selection.runner
         self._pipeline = BatchPipeline(
             self._runner, self._head, self._residency, device=self._device, lock=self._lock, say=say
@@ -265,8 +268,7 @@ class PrefillEngine:
             those that went through the model. `padding_share`: of what ran, in [0, 1]. Sizes ending in `_bytes` are
             in bytes; `peak_device_bytes` is None on the CPU.
         """
-        counts = self._pipeline.counts
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+        counts, measured = self._pipeline.counts, self._meter.parts
         return {
             "model": str(self._base.folder),
             "architecture": self._base.architecture.model_type,
@@ -297,7 +299,9 @@ class PrefillEngine:
             "max_requests": self._capacity.max_requests,
             "bytes_per_slot": self._bank.layout.bytes_per_slot(self._catalogue, self._base.dtype),
             "weight_bytes": self._base.nbytes,
-            "peak_device_bytes": peak,
+            "peak_device_bytes": self._meter.highest(),
+            "memory": self._planned_memory.to_json(),
+            "memory_measured": measured and {**measured, "needed": together(measured)},
             "score_chunk_rows": self._head.chunk_rows(),
             "skipped_checkpoint_tensors": len(self._base.skipped),
             "versions": {name: found for name, found in versions(_REPORTED).items() if found is not None},
@@ -339,6 +343,15 @@ class PrefillEngine:
         shapes = moe_shapes(self._base.causal_lm, self._base.text_config, self._ranks())
         if shapes:
             self._backend.init_moe_buffers(Phase.PREFILL, self._capacity, self._device, self._base.dtype, shapes)
+
+    def _make_bank(self) -> AdapterBank:
+        return AdapterBank(
+            self._catalogue,
+            BankLayout.of(self._adapters.values()),
+            slots=self._capacity.bank_slots,
+            device=self._device,
+            dtype=self._base.dtype,
+        )
 
     def _make_head(self) -> ScoringHead:
         slots = self._bank.slots.get("lm_head")

@@ -1,12 +1,13 @@
-"""How much device memory a run takes, part by part, before it is loaded. Static buffers are made and let go again."""
+"""How much device memory a run takes, part by part, and how large batches may be for it to fit. Allocates nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,26 +15,41 @@ from moelora.adapters.bank import BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.backends.base import Backend
 from moelora.capacity import PrefillCapacity
-from moelora.errors import ConfigError
+from moelora.graphs.select import first_mode
+from moelora.models.architecture import Architecture
 from moelora.models.experts import moe_shapes
-from moelora.scoring.head import chunk_rows, row_bytes
-from moelora.types import Phase
+from moelora.options import EngineOptions, choose_backend, derive_buckets, derive_capacity
+from moelora.scoring.head import FUSED_ROWS, chunk_rows, row_bytes
+from moelora.types import GraphMode, Phase
 
-NOT_COUNTED = ("activations", "captured graphs", "what the libraries keep")
-"""Device memory that only a run can tell."""
+NOT_COUNTED = ("CUDA's own context and kernels", "what the allocator rounds up")
+"""Device memory that no part holds."""
+
+_USABLE = 0.95
+"""Share of the free memory that the parts may take; the rest is for `NOT_COUNTED`."""
+_FEWEST_TOKENS = 512
+"""Batches are not made smaller than this on their own: below it, reading the weights takes all the time."""
+_FEWEST_SLOTS = 2
+"""One for the adapter in use, one for the next."""
+_HEAD_TILE = 256
+"""Logits of a row that the fused head reduces to one triple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes on the device. base: weights and buffers. bank: all slots, and whole modules that adapters replace.
 
-    static: metadata and expert scratch of the backend. scoring_chunk: logits held at once. adapters_host: factors of
-    all adapters, on the host. free, total: of a CUDA device as it is now; None elsewhere.
+    static: metadata and expert scratch of the backend. graphs: what captured graphs keep. activations: hidden states
+    while a batch runs eagerly. scoring_chunk: logits, or what stands for them, held at once; behind the activations,
+    not beside them. adapters_host: factors of all adapters, on the host. free, total: of a CUDA device as it is now;
+    None elsewhere.
     """
 
     base: int
     bank: int
     static: int
+    graphs: int
+    activations: int
     scoring_chunk: int
     adapters_host: int
     free: int | None
@@ -41,57 +57,199 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The sum of the parts on the device; `NOT_COUNTED` comes on top."""
-        return self.base + self.bank + self.static + self.scoring_chunk
+        """What all parts take at once; `NOT_COUNTED` comes on top."""
+        return together(asdict(self))
 
     @property
     def fits(self) -> bool | None:
         """Whether the parts fit into what is free; None where that is not known."""
         return None if self.free is None else self.needed <= self.free
 
+    def to_json(self) -> dict[str, Any]:
+        """The parts, their sum, and whether they fit."""
+        return {**asdict(self), "needed": self.needed, "fits": self.fits, "not_counted": list(NOT_COUNTED)}
+
+
+def together(parts: dict[str, Any]) -> int:
+    """What the parts of a `MemoryPlan` take at once."""
+    lasting = sum(int(parts[name]) for name in ("base", "bank", "static", "graphs"))
+    return lasting + max(int(parts["activations"]), int(parts["scoring_chunk"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizing:
+    """A model before its weights are read, and the adapters of the run: what memory is planned for.
+
+    skeleton: the model on the meta device. adapters: their shapes count alone.
+    """
+
+    skeleton: Any
+    catalogue: Catalogue
+    architecture: Architecture
+    adapters: Collection[Adapter]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def config(self) -> Any:
+        """The config of the decoder."""
+        return self.skeleton.config.get_text_config()
+
+
+def choose_capacity(
+    options: EngineOptions, sizing: Sizing, say: Callable[[str], None] = lambda text: None
+) -> tuple[PrefillCapacity, MemoryPlan]:
+    """What a run may hold at once, and the memory for it: what is asked for, and for the rest what fits.
+
+    Slots are given up first, down to two, since adapters are copied while batches run; then batches are halved, down to
+    512 tokens. What does not fit even so is planned as it is. A pure function of its arguments and of the memory that
+    is free. Raises `ConfigError` as `derive_capacity` does.
+    """
+    free, total = free_device_memory(sizing.device)
+    wanted = capacity = plan = None
+    for tried in _smaller(options, sizing):
+        backend = choose_backend(options, sizing.device)
+        capacity = derive_capacity(
+            tried,
+            sizing.device,
+            packs=sizing.architecture.packs,
+            adapters=sizing.adapters,
+            backend=backend.capabilities,
+        )
+        plan = plan_memory(sizing, options, capacity, backend=backend, free=free, total=total)
+        wanted = wanted or capacity
+        if free is None or plan.needed <= _USABLE * free:
+            break
+    assert wanted is not None
+    assert capacity is not None
+    assert plan is not None
+    if capacity != wanted:
+        say(
+            f"{(free or 0) / 2**30:.1f} GiB are free on {sizing.device}: batches of {capacity.max_tokens:,} tokens and "
+            f"{capacity.slots} adapter slots instead of {wanted.max_tokens:,} and {wanted.slots}"
+        )
+    return capacity, plan
+
+
+def _smaller(options: EngineOptions, sizing: Sizing) -> Iterator[EngineOptions]:
+    """The options, then ever smaller ones where the user left the size open."""
+    yield options
+    first = derive_capacity(
+        options,
+        sizing.device,
+        packs=sizing.architecture.packs,
+        adapters=sizing.adapters,
+        backend=choose_backend(options, sizing.device).capabilities,
+    )
+    if options.slots is None:
+        for slots in range(first.slots - 1, min(_FEWEST_SLOTS, first.slots) - 1, -1):
+            options = replace(options, slots=slots)
+            yield options
+    if options.max_tokens is None and options.buckets is None:
+        tokens = first.max_tokens // 2
+        while tokens >= _FEWEST_TOKENS:
+            options = replace(options, max_tokens=tokens)
+            yield options
+            tokens //= 2
+
+
+def free_device_memory(device: torch.device) -> tuple[int | None, int | None]:
+    """Bytes that can be allocated, what this process keeps for reuse included, and all bytes; None off CUDA."""
+    if device.type != "cuda":
+        return None, None
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
 
 def plan_memory(
-    skeleton: Any,
-    catalogue: Catalogue,
-    adapters: Collection[Adapter],
+    sizing: Sizing,
+    options: EngineOptions,
+    capacity: PrefillCapacity,
     *,
     backend: Backend,
-    capacity: PrefillCapacity,
-    device: torch.device,
-    dtype: torch.dtype,
-    score_chunk_rows: int | None = None,
+    free: int | None,
+    total: int | None,
 ) -> MemoryPlan:
-    """Sizes what `PrefillEngine` would allocate. skeleton: the model on the meta device.
-
-    Raises `ConfigError` if not even the static buffers find room.
-    """
+    """Sizes what `PrefillEngine` would allocate. backend: one that has no buffers yet; it must not be used later."""
+    adapters, dtype, config = sizing.adapters, sizing.dtype, sizing.config
     layout = BankLayout.of(adapters)
-    config = skeleton.config.get_text_config()
     replaced = sorted((sum(t.nbytes for t in a.replacements.values()) for a in adapters), reverse=True)
-    bank = capacity.bank_slots * layout.bytes_per_slot(catalogue, dtype) + sum(replaced[: capacity.bank_slots])
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (None, None)
-    try:
-        with _Allocations(device.type) as made:
-            backend.init_graph_metadata(Phase.PREFILL, capacity, device)
-            shapes = moe_shapes(skeleton, config, layout.ranks)
-            if shapes:
-                backend.init_moe_buffers(Phase.PREFILL, capacity, device, dtype, shapes)
-    except torch.cuda.OutOfMemoryError:
-        raise ConfigError(
-            f"the static buffers of batches of {capacity.max_tokens} tokens do not fit on {device}; lower --max-tokens"
-        ) from None
-    base = _weights(skeleton, catalogue, dtype)
-    left = None if free is None else max(free - base - bank - made.nbytes, 0)
-    rows = score_chunk_rows or chunk_rows(config.vocab_size, dtype, left)
+    bank = capacity.bank_slots * layout.bytes_per_slot(sizing.catalogue, dtype) + sum(replaced[: capacity.bank_slots])
+    shapes = moe_shapes(sizing.skeleton, config, layout.ranks)
+    with FakeTensorMode(), _Allocations(sizing.device.type) as made:
+        backend.init_graph_metadata(Phase.PREFILL, capacity, sizing.device)
+        if shapes:
+            backend.init_moe_buffers(Phase.PREFILL, capacity, sizing.device, dtype, shapes)
+    base = _weights(sizing.skeleton, sizing.catalogue, dtype)
+    per_token = activation_width(config) * dtype.itemsize
+    graphs = 0
+    mode, _ = first_mode(
+        options.graph,
+        device=sizing.device,
+        architecture=sizing.architecture,
+        has_replacements=bool(layout.replaced),
+        modes=backend.capabilities.graph_modes,
+    )
+    if mode is not GraphMode.OFF:
+        buckets = derive_buckets(options, capacity)
+        graphs = _graph_bytes(buckets, per_token, config.hidden_size * dtype.itemsize, variants=2 if adapters else 1)
     return MemoryPlan(
         base=base,
         bank=bank,
         static=made.nbytes,
-        scoring_chunk=rows * row_bytes(config.vocab_size, dtype),
+        graphs=graphs,
+        activations=capacity.max_tokens * per_token,
+        scoring_chunk=_scoring_bytes(
+            config,
+            dtype,
+            rows=capacity.max_tokens,
+            chunk=options.score_chunk_rows,
+            fused=backend.fused_ops is not None and "lm_head" not in layout.replaced,
+            free=None if free is None else max(free - base - bank - made.nbytes - graphs, 0),
+        ),
         adapters_host=sum(a.nbytes for a in adapters),
         free=free,
         total=total,
     )
+
+
+def activation_width(config: Any) -> int:
+    """Elements per token that are alive at once while a batch runs, at the widest place of a decoder layer.
+
+    Attention holds the residual, the normed input, q, k, v, and its output; a dense feed-forward the residual, the
+    normed input, gate, up and their product. Routed experts work in the backend's scratch. config: the decoder's.
+    """
+    hidden = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    nope, rope = (getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if nope and rope:  # latent attention: k and v are as wide as q once they are expanded
+        head, kv_heads = nope + rope, heads
+    attention = 2 * hidden + 2 * heads * head + 2 * kv_heads * head
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    dense = getattr(config, "intermediate_size", None) or 0
+    inner = shared if experts and not getattr(config, "first_k_dense_replace", 0) else dense
+    return max(attention, 3 * hidden + 3 * inner + 4 * experts)
+
+
+def _graph_bytes(buckets: Sequence[int], per_token: int, output_bytes: int, *, variants: int) -> int:
+    """Graphs share the memory of their activations, as large as the largest needs; each keeps its own output."""
+    return max(buckets) * per_token + variants * sum(buckets) * output_bytes
+
+
+def _scoring_bytes(
+    config: Any, dtype: torch.dtype, *, rows: int, chunk: int | None, fused: bool, free: int | None
+) -> int:
+    """A chunk of logits. The fused head leaves the library a few rows at a time, and holds three values per tile."""
+    vocab = config.vocab_size
+    chunk = chunk or chunk_rows(vocab, dtype, free)
+    if not fused:
+        return chunk * row_bytes(vocab, dtype)
+    by_library = min(chunk, FUSED_ROWS - 1) * row_bytes(vocab, dtype)
+    by_kernel = rows * (-(-vocab // _HEAD_TILE) * 12 + config.hidden_size * dtype.itemsize)
+    return max(by_library, by_kernel)
 
 
 def _weights(skeleton: Any, catalogue: Catalogue, dtype: torch.dtype) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,28 @@ FALLBACKS = {
 def allows(architecture: Architecture, mode: GraphMode) -> bool:
     """Whether the structure of a model leaves a mode at all; whether capture succeeds, only a run tells."""
     return mode is not GraphMode.FULL or not architecture.loops
+
+
+def first_mode(
+    wanted: GraphMode,
+    *,
+    device: torch.device,
+    architecture: Architecture,
+    has_replacements: bool,
+    modes: Collection[GraphMode],
+) -> tuple[GraphMode, EagerReason | None]:
+    """The mode that is captured first, or OFF with the reason. modes: what the backend supports."""
+    blocked = graphs_blocked(
+        mode=wanted,
+        has_graph_device=device.type == "cuda",
+        packs=architecture.packs,
+        has_replacements=has_replacements,
+        graph_modes=modes,
+    )
+    if blocked is not None:
+        return GraphMode.OFF, blocked
+    possible = [mode for mode in FALLBACKS[wanted] if mode in modes and allows(architecture, mode)]
+    return (possible[0], None) if possible else (GraphMode.OFF, EagerReason.ARCHITECTURE_NOT_CAPTURABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

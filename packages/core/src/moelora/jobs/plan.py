@@ -14,11 +14,11 @@ from moelora.adapters.loader import outline_adapter
 from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import expand
 from moelora.batching.slots import SlotSchedule
-from moelora.capacity import Admission, EagerReason, admit, graphs_blocked
+from moelora.capacity import Admission, EagerReason, admit
 from moelora.checks import check_request, count_tokens
 from moelora.environment import resolve_device
-from moelora.graphs.select import FALLBACKS, allows
-from moelora.memory import NOT_COUNTED, MemoryPlan, plan_memory
+from moelora.graphs.select import first_mode
+from moelora.memory import Sizing, choose_capacity
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.options import (
@@ -27,7 +27,6 @@ from moelora.options import (
     batch_limits,
     choose_backend,
     derive_buckets,
-    derive_capacity,
 )
 from moelora.types import GraphMode, Phase, Request, Result, RunMode
 
@@ -66,25 +65,17 @@ class PlanningEngine:
                 lora_b_layout=options.lora_b_layout,
             )
         self._layout = BankLayout.of(self._adapters.values())
-        self._capacity = derive_capacity(
-            options,
-            self._device,
-            packs=self._source.architecture.packs,
+        sizing = Sizing(
+            skeleton=skeleton,
+            catalogue=self._catalogue,
+            architecture=self._source.architecture,
             adapters=self._adapters.values(),
-            backend=self._backend.capabilities,
-        )
-        self._buckets = tuple(sorted(set(derive_buckets(options, self._capacity))))
-        self._mode, self._blocked = self._graphs()
-        self.memory: MemoryPlan = plan_memory(
-            skeleton,
-            self._catalogue,
-            self._adapters.values(),
-            backend=self._backend,
-            capacity=self._capacity,
             device=self._device,
             dtype=self._dtype,
-            score_chunk_rows=options.score_chunk_rows,
         )
+        self._capacity, self.memory = choose_capacity(options, sizing, on_event)
+        self._buckets = tuple(sorted(set(derive_buckets(options, self._capacity))))
+        self._mode, self._blocked = self._graphs()
         self._schedule = SlotSchedule(self._capacity.bank_slots)
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
@@ -130,7 +121,7 @@ class PlanningEngine:
 
     def report(self) -> dict[str, Any]:
         """Counts so far, and what would run where. All values are JSON types."""
-        architecture, memory = self._source.architecture, self.memory
+        architecture = self._source.architecture
         return {
             "model": str(self._source.folder),
             "architecture": architecture.model_type,
@@ -156,35 +147,18 @@ class PlanningEngine:
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
             "bytes_per_slot": self._layout.bytes_per_slot(self._catalogue, self._dtype),
-            "memory": {
-                "base": memory.base,
-                "bank": memory.bank,
-                "static": memory.static,
-                "scoring_chunk": memory.scoring_chunk,
-                "needed": memory.needed,
-                "free": memory.free,
-                "total": memory.total,
-                "fits": memory.fits,
-                "adapters_host": memory.adapters_host,
-                "not_counted": list(NOT_COUNTED),
-            },
+            "memory": self.memory.to_json(),
         }
 
     def _graphs(self) -> tuple[GraphMode, EagerReason | None]:
         """The mode that would be captured first, or OFF with the reason. Whether capture succeeds, only a run tells."""
-        modes = self._backend.capabilities.graph_modes
-        blocked = graphs_blocked(
-            mode=self._options.graph,
-            has_graph_device=self._device.type == "cuda",
-            packs=self._source.architecture.packs,
+        return first_mode(
+            self._options.graph,
+            device=self._device,
+            architecture=self._source.architecture,
             has_replacements=bool(self._layout.replaced),
-            graph_modes=modes,
+            modes=self._backend.capabilities.graph_modes,
         )
-        if blocked is not None:
-            return GraphMode.OFF, blocked
-        architecture = self._source.architecture
-        possible = [mode for mode in FALLBACKS[self._options.graph] if mode in modes and allows(architecture, mode)]
-        return (possible[0], None) if possible else (GraphMode.OFF, EagerReason.ARCHITECTURE_NOT_CAPTURABLE)
 
     def _count(self, planned: PlannedBatch) -> None:
         self._schedule.place(planned)

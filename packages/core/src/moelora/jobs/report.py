@@ -12,6 +12,16 @@ from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
 from moelora.versions import versions
 
+MEMORY_PARTS = {
+    "base": "base weights",
+    "bank": "adapter slots",
+    "static": "metadata and expert scratch",
+    "graphs": "captured graphs",
+    "activations": "activations of the largest batch",
+    "scoring_chunk": "scoring chunk",
+}
+"""Parts of device memory, of `memory.MemoryPlan`, in words."""
+
 
 def build_report(
     stats: JobStats,
@@ -77,6 +87,9 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("batches", ", ".join(passes)))
     if engine.get("peak_device_bytes"):
         lines.append(("memory", f"{engine['peak_device_bytes'] / 2**30:.2f} GiB at most on the device"))
+    if engine.get("memory_measured"):
+        parts = [f"{engine['memory_measured'][key] / 2**30:.2f} {text}" for key, text in MEMORY_PARTS.items()]
+        lines.append(("", f"GiB by part: {', '.join(parts)}"))
     return lines
 
 
