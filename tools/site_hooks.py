@@ -1,17 +1,43 @@
-"""What the site generator asks of this repository: the command line reference, made from the commands themselves."""
+"""What the site generator asks of this repository: the command line reference, and plots of tables."""
 
 from __future__ import annotations
 
+import re
+
 import click
 
+from moelora.jobs.charts import Bar, bar_chart
 from moelora_cli.main import cli
 
-PLACE = "<!-- commands -->"
+COMMANDS = "<!-- commands -->"
+PLOT = re.compile(r"<!-- plot -->\n(\|.*\n\|[-|: ]+\n(?:\|.*\n)+)")
+COLOURS = ("--plot-a", "--plot-b", "--plot-c", "--plot-d")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Called for every page: puts the reference where a page asks for it."""
-    return markdown.replace(PLACE, command_reference(cli)) if PLACE in markdown else markdown
+    """Called for every page: puts in the reference, and bars behind every table that asks for them."""
+    if COMMANDS in markdown:
+        markdown = markdown.replace(COMMANDS, command_reference(cli))
+    return PLOT.sub(lambda found: f"{found.group(1)}\n{plot_of(found.group(1))}\n", markdown)
+
+
+def plot_of(table: str) -> str:
+    """Bars of the numbers of a Markdown table: a group per row, a colour per column. Ranges count by their middle."""
+    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.strip().splitlines()]
+    heads, rows = lines[0], lines[2:]
+    bars = [
+        Bar(label=f"{row[0]} {heads[0]}: {heads[i]}", value=value, colour=COLOURS[(i - 1) % len(COLOURS)])
+        for row in rows
+        for i in range(1, len(row))
+        if (value := number(row[i])) is not None
+    ]
+    return f'<div class="plot">{bar_chart(bars)}</div>'
+
+
+def number(cell: str) -> float | None:
+    """The value of a cell; the middle of a range such as 31–44; None for a cell without a number."""
+    found = [float(digits.replace(",", "")) for digits in re.findall(r"\d[\d,]*(?:\.\d+)?", cell.split("(")[0])]
+    return sum(found) / len(found) if found else None
 
 
 def command_reference(group: click.Group) -> str:
@@ -23,11 +49,7 @@ def command_reference(group: click.Group) -> str:
 def _command(command: click.Command, parent: click.Context) -> str:
     ctx = click.Context(command, info_name=command.name, parent=parent)
     usage = " ".join(command.collect_usage_pieces(ctx))
-    parts = [
-        f"## moelora {command.name}",
-        f"```text\n{ctx.command_path} {usage}\n```",
-        click.unstyle(command.help or ""),
-    ]
+    parts = [f"## moelora {command.name}", f"```text\n{ctx.command_path} {usage}\n```", command.help or ""]
     options = [p for p in command.get_params(ctx) if isinstance(p, click.Option) and not p.hidden]
     return "\n\n".join(parts + [_option(option, ctx) for option in options])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
+from moelora.capacity import EagerReason
 from moelora_cli.main import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,3 +89,8 @@ def test_every_relative_link_leads_somewhere(page):
         path = (page.parent / target).resolve()
         script = ROOT / "tutorials" / f"{path.stem}.py"
         assert path.exists() or (path.parent.name == "tutorials" and script.exists()), f"{page.name} links to {target}"
+
+
+def test_every_eager_reason_is_on_the_page_of_graphs():
+    page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
+    assert [str(reason) for reason in EagerReason if f"| `{reason}` |" not in page] == []

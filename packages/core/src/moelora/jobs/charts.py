@@ -54,8 +54,8 @@ def bar_chart(bars: Sequence[Bar]) -> str:
         parts.append(
             f'<rect x="{left}" y="{y}" width="{width:.1f}" height="18" rx="3" fill="var({bar.colour})" opacity=".8"/>'
         )
-        parts.append(_text(left + width + 8, y + 14, f"{bar.value:,.0f}"))
-    return _svg(12 + len(bars) * step, parts, "; ".join(f"{bar.label}: {bar.value:,.0f}" for bar in bars))
+        parts.append(_text(left + width + 8, y + 14, f"{bar.value:,.10g}"))
+    return _svg(12 + len(bars) * step, parts, "; ".join(f"{bar.label}: {bar.value:,.10g}" for bar in bars))
 
 
 def histogram_rows(rows: Mapping[str, Mapping[int, int]], *, bin_width: float, x_label: str) -> str:
