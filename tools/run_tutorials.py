@@ -8,6 +8,7 @@ thrown away and holds a link to examples/. A cell that raises ends the run with 
 
 import argparse
 import base64
+import os
 import re
 import sys
 import tempfile
@@ -15,9 +16,9 @@ import time
 from pathlib import Path
 
 import jupytext
-from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "tutorials"
@@ -35,8 +36,8 @@ def run(source: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "examples").symlink_to(ROOT / "examples")
         # Sockets in the folder: on TCP, whoever is on the machine could listen.
-        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{folder}/kernel")
-        client = NotebookClient(notebook, timeout=CELL_SECONDS, km=kernel, resources={"metadata": {"path": folder}})
+        config = Config({"KernelManager": {"transport": "ipc", "ip": f"{folder}/kernel"}})
+        client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": folder}}, config=config)
         client.execute()
     images = PAGES / source.stem
     parts = [_part(cell, number, images) for number, cell in enumerate(notebook.cells)]
@@ -92,6 +93,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="beginnings of file names, such as 3 (default: all)")
     names = tuple(parser.parse_args().names)
     PAGES.mkdir(parents=True, exist_ok=True)
+    # Threads of torch that spin while they wait starve each other on a machine with other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     begin = time.monotonic()
     for source in sorted(SOURCES.glob("[0-9]*.py")):
         if names and not source.name.startswith(names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import click
@@ -49,7 +50,11 @@ def command_reference(group: click.Group) -> str:
 def _command(command: click.Command, parent: click.Context) -> str:
     ctx = click.Context(command, info_name=command.name, parent=parent)
     usage = " ".join(command.collect_usage_pieces(ctx))
-    parts = [f"## moelora {command.name}", f"```text\n{ctx.command_path} {usage}\n```", command.help or ""]
+    parts = [
+        f"## moelora {command.name}",
+        f"```text\n{ctx.command_path} {usage}\n```",
+        inspect.cleandoc(command.help or ""),
+    ]
     options = [p for p in command.get_params(ctx) if isinstance(p, click.Option) and not p.hidden]
     return "\n\n".join(parts + [_option(option, ctx) for option in options])
 

@@ -57,8 +57,8 @@ model.print_trainable_parameters()
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=5e-3)
 losses = []
-for _ in range(60):
-    batch = tokenizer(random.sample(training, 8), return_tensors="pt", padding=True)
+for _ in range(45):
+    batch = tokenizer(random.sample(training, 6), return_tensors="pt", padding=True)
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     loss = model(**batch, labels=labels).loss
     loss.backward()
