@@ -1,0 +1,74 @@
+"""What the site is made with: the command reference, plots of tables, and the check for requests to other hosts."""
+
+import click
+import pytest
+from check_site import Loads, outside_urls
+from site_hooks import command_reference, number, on_page_markdown, plot_of
+
+from moelora_cli.main import cli
+
+
+def test_the_reference_has_every_option_with_its_sentence():
+    text = command_reference(cli)
+    for command in cli.commands.values():
+        part = text.split(f"## moelora {command.name}\n")[1].split("\n## moelora ")[0]
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert (f"`{option.opts[0]}" in part) is not option.hidden
+                assert option.hidden or f":   {option.help}" in part
+
+
+def test_a_description_in_paragraphs_is_no_code_block():
+    for part in command_reference(cli).split("## moelora ")[1:]:
+        description = part.split("```")[2].split("\n`-")[0]
+        assert not [line for line in description.splitlines() if line.startswith("    ")]
+
+
+TABLE = "| tokens | full | eager |\n|---|---|---|\n| 128 | 5.9 | 31–44 |\n| 8,192 | 1,009.5 (+27 %) | – |\n"
+
+
+def test_a_table_that_asks_for_it_is_drawn():
+    page = on_page_markdown(f"# x\n\n<!-- plot -->\n{TABLE}\nend\n")
+    assert TABLE in page
+    assert "<!--" not in page
+    assert page.count("<svg") == 1
+    assert on_page_markdown(f"# x\n\n{TABLE}") == f"# x\n\n{TABLE}"
+
+
+def test_bars_are_as_long_as_the_numbers():
+    svg = plot_of(TABLE)
+    for label in ("128 tokens: full: 5.9", "128 tokens: eager: 37.5", "8,192 tokens: full: 1,009.5"):
+        assert label in svg
+    assert svg.count("<rect") == 3
+
+
+@pytest.mark.parametrize(
+    ("cell", "value"),
+    [("5.9", 5.9), ("31–44", 37.5), ("0.515 (+30 %)", 0.515), ("1,234", 1234), ("–", None), ("", None)],
+)
+def test_numbers_are_read_from_cells(cell, value):
+    assert number(cell) == value
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        '<link rel="stylesheet" href="//cdn.example/x.css">',
+        '<link rel="preconnect" href="https://cdn.example">',
+        '<img src="http://example/x.png">',
+        "<p style=\"background: url('https://example/x.png')\">",
+    ],
+)
+def test_what_a_browser_would_fetch_elsewhere_is_found(page):
+    loads = Loads()
+    loads.feed(page)
+    assert len(loads.outside) == 1
+
+
+def test_links_and_own_files_are_no_requests():
+    loads = Loads()
+    loads.feed('<a href="https://example"></a><img src="a.png"><link rel="canonical" href="https://example/x">')
+    assert loads.outside == []
+    assert outside_urls("a { background: url(x.png) } @import 'y.css';") == []
+    assert outside_urls('@import "https://example/y.css";') == ["https://example/y.css"]
