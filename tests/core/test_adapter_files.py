@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from adapter_writers import AdapterWriter, catalogue_of
-from moelora.adapters.files import read_headers
+from moelora.adapters.files import TensorReader, read_headers
 from moelora.adapters.loader import load_adapter, read_adapter
 from moelora.errors import AdapterError
 
@@ -86,11 +86,13 @@ ENTRY = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}
         ({"a.lora_A.weight": 3}, "damaged at tensor"),
         ({"a.lora_A.weight": {**ENTRY, "shape": [2**62, 2**62]}}, "takes"),
         (b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}, "a": {}}', "given twice"),
+        (b'{"a": {}, "a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "given twice"),
+        (b'{"a": {"dtype":"F32","dtype":"F16","shape":[1],"data_offsets":[0,4]}}', "given twice"),
     ],
 )
 def test_bad_headers(folder: Path, header: Any, said: str) -> None:
     write_header(folder, header, bytes(4))
-    if header in ({}, {"__metadata__": {"format": "pt"}}):
+    if said in ("holds no tensors", "is empty"):
         write_header(folder, header)
     assert said in refusal(folder)
 
@@ -164,6 +166,32 @@ def test_shards(folder: Path) -> None:
     (folder / "adapter_model-1.safetensors").unlink()
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert "adapter_model-1.safetensors" in refusal(folder)
+
+
+def test_a_file_that_changes_behind_its_header_is_not_read(folder: Path) -> None:
+    info = next(iter(read_headers(folder).values()))
+    with TensorReader() as reader:
+        assert reader.read(info).shape == info.shape
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[::-1])
+    with pytest.raises(AdapterError, match="changed while it was read"), TensorReader() as reader:
+        reader.read(info)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match="cannot be read"), TensorReader() as reader:
+        reader.read(info)
+
+
+def test_tensors_at_odd_places(folder: Path) -> None:
+    """The format aligns nothing: a header of odd length moves all tensors to odd places."""
+    expected = load_file(folder / WEIGHTS)
+    raw = (folder / WEIGHTS).read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = raw[8 : 8 + length].rstrip()
+    header += b" " * (1 - len(header) % 2)
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    with TensorReader() as reader:
+        for name, info in read_headers(folder).items():
+            assert info.begin % 2 == 1
+            assert torch.equal(reader.read(info), expected[name])
 
 
 def test_headers_alone(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_writers import PREFIX, AdapterWriter, catalogue_of, delta_of
 from moelora.adapters.base import Adapter, Catalogue, Target, TargetKind
+from moelora.adapters.layouts.base import put_scaled
 from moelora.adapters.loader import load_adapter
 from moelora.errors import AdapterError
 
@@ -32,6 +34,18 @@ def check(writer: AdapterWriter, folder: Path, **options: object) -> Adapter:
 
 def layouts_of(adapter: Adapter) -> dict[str, str]:
     return {summary.target: summary.layout for summary in adapter.summaries}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh tensors hold NaN, so that an element which no layout writes shows."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() and tensor.device.type == "cpu" else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.fixture
@@ -385,3 +399,38 @@ def test_experts_as_separate_linear_layers(tmp_path: Path) -> None:
         f"{EXPERTS}.1.gate_proj", module="model.language_model.layers.1.mlp.experts.1.w1"
     )
     check(renamed, tmp_path / "b")
+
+
+class TestScaling:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_16_bit_number_is_scaled_in_fp32_and_rounded_once(self, dtype: torch.dtype) -> None:
+        values = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+        for scale in (2.0, 1 / 3, 0.7071067811865476, 1.7e-3, 123.456, -1.0):
+            rows = torch.zeros(2, 65536, dtype=dtype)[1:, :]
+            put_scaled(rows, values.unsqueeze(0), scale)
+            expected = (values.float() * torch.tensor(scale, dtype=torch.float32)).to(dtype)
+            torch.testing.assert_close(rows[0], expected, atol=0, rtol=0, equal_nan=True)
+
+    def test_into_another_dtype(self) -> None:
+        values = torch.randn(50, generator=torch.Generator().manual_seed(1))
+        rows = torch.zeros(50, dtype=torch.bfloat16)
+        put_scaled(rows, values, 1 / 3)
+        assert torch.equal(rows, (values * (1 / 3)).to(torch.bfloat16))
+
+
+def test_threads_change_nothing(qwen3: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = AdapterWriter(qwen3)
+    writer.dense(Q_PROJ, "lm_head").embedding()
+    for layer in (0, 1):
+        writer.per_expert(f"model.layers.{layer}.mlp.experts")
+    folder = writer.write(tmp_path)
+    alone = load_adapter(folder, name="a", catalogue=qwen3, dtype=torch.bfloat16)
+    monkeypatch.setattr("moelora.adapters.loader._PARALLEL_NUMEL", 0)
+    monkeypatch.setattr("moelora.adapters.loader.cpu_count", lambda: 4)
+    before = torch.get_num_threads()
+    together = load_adapter(folder, name="a", catalogue=qwen3, dtype=torch.bfloat16)
+    assert torch.get_num_threads() == before
+    assert list(together.factors) == list(alone.factors)
+    for name, factors in together.factors.items():
+        assert torch.equal(factors.a, alone.factors[name].a)
+        assert torch.equal(factors.b, alone.factors[name].b)

@@ -1,9 +1,12 @@
-"""The machine a run finds itself on: its device, and how much memory its host has to give."""
+"""The machine and the process a run finds itself in: device, host memory and processors, the garbage collector."""
 
 from __future__ import annotations
 
+import gc
+import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -52,3 +55,20 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
             cached = re.search(rf"^{reclaimable} (\d+)$", stat, re.MULTILINE)  # files read, given up when asked for
             found.append(max(left, 0) + (int(cached[1]) if cached else 0))
     return min(found, default=None)
+
+
+def cpu_count() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pauses the garbage collector while very many objects are made that stay: it would walk all of them, in vain."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from moelora.adapters.base import Catalogue, Target, TargetKind
 
@@ -26,8 +26,7 @@ class Role(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """A parsed tensor name. module: without PEFT's prefix and suffixes; for PLAIN and BASE_COPY a parameter's name."""
 
     module: str
@@ -35,6 +34,8 @@ class Key:
 
 
 _FACTOR = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?(\.weight|\.bias)?")
+# Nearly all names end so, and an adapter may have tens of thousands: they are split without the pattern.
+_USUAL = {".lora_A.weight": Role.A, ".lora_B.weight": Role.B}
 _UNSUPPORTED = (
     "lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens_original", "lora_diag", "lora_monteclora",
 )  # fmt: skip
@@ -43,6 +44,10 @@ _UNSUPPORTED = (
 def parse_key(name: str) -> Key:
     """Splits a tensor name of an adapter file into module and role."""
     bare = name.removeprefix(PEFT_PREFIX)
+    for ending, role in _USUAL.items():
+        if bare.endswith(ending) and "lora_velora_embed" not in bare:
+            module = bare[: -len(ending)]
+            return Key(module, role) if module else Key(bare, Role.UNSUPPORTED)
     if "lora_velora_embed" in bare:  # training state, not read by the forward pass
         return Key(bare, Role.IGNORED)
     match = _FACTOR.fullmatch(bare)
@@ -66,8 +71,7 @@ _PROJECTIONS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertName:
+class ExpertName(NamedTuple):
     """A projection of routed experts by its name in the file: `path` ends with `experts`; expert -1 means all of them.
 
     part: "gate", "up", "gate_up" or "down". numbered_last: written as `gate_up_projs.<e>`.
@@ -83,6 +87,11 @@ def parse_expert(module: str) -> ExpertName | None:
     """Recognises `…experts.3.gate_proj`, `…experts.3.w1`, `…experts.gate_up_projs.3`; else None."""
     if "experts." not in module:
         return None
+    before, _, proj = module.rpartition(".")
+    path, _, number = before.rpartition(".")
+    if path.endswith(".experts") and number.isascii() and number.isdecimal() and len(number) < 10:  # the usual case
+        part = _PROJECTIONS.get(proj)
+        return None if part is None else ExpertName(path, int(number), part)
     match = _EXPERT.fullmatch(module)
     if match is None:
         return None

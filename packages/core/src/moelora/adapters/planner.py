@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from moelora.adapters.base import Target, TargetKind
-from moelora.adapters.files import TensorInfo
 from moelora.adapters.layouts.base import Context, Pair, Plan, Refused
 from moelora.adapters.layouts.dense import plan_dense
 from moelora.adapters.layouts.fused import joined_target, plan_joined, plan_split, split_targets
@@ -26,6 +25,7 @@ from moelora.adapters.names import (
     shortened,
     unwrapped,
 )
+from moelora.safetensors_file import TensorInfo
 
 _A_ROLES = {Role.A: Role.B, Role.EMBEDDING_A: Role.EMBEDDING_B}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moelora.errors import CheckpointError
+from moelora.safetensors_file import FileProblem, MappedFile, TensorInfo
+from moelora.safetensors_file import read_header as read_any_header
 
 if TYPE_CHECKING:
     import torch
@@ -17,29 +18,24 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# safetensors itself refuses headers beyond 100 MB.
-_MAX_HEADER = 100_000_000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """A whole checkpoint: its folder, the file of every tensor, and whether an index names them."""
+    """A whole checkpoint: its folder, its tensors by name, and whether an index names their files."""
 
     folder: Path
-    tensors: Mapping[str, Path]
+    tensors: Mapping[str, TensorInfo]
     has_index: bool
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The weight files."""
-        return tuple(sorted(set(self.tensors.values())))
+        return tuple(sorted({info.file for info in self.tensors.values()}))
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its stored dtype, on the host."""
-        from safetensors import safe_open
-
-        with safe_open(self.tensors[name], framework="pt") as file:
-            return file.get_tensor(name)
+        """One tensor, in its stored dtype, on the host; do not write to it."""
+        info = self.tensors[name]
+        return MappedFile(info.file, info.stamp).tensor(info)
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +77,7 @@ def check_checkpoint(folder: Path) -> CheckpointFiles:
     if not index.exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(_no_weights(folder))
-        tensors = dict.fromkeys(read_header(folder / SINGLE), folder / SINGLE)
-        return CheckpointFiles(folder=folder, tensors=tensors, has_index=False)
+        return CheckpointFiles(folder=folder, tensors=read_header(folder / SINGLE), has_index=False)
     return _check_sharded(folder, _read_index(index))
 
 
@@ -125,44 +120,13 @@ def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
                 placed = weight_map.get(name)
                 where = f"the index places it in {placed}" if placed else "the index does not name it"
                 raise CheckpointError(f"unexpected copy of tensor {name} in {folder / shard}: {where}")
-    tensors = {name: folder / shard for name, shard in weight_map.items()}
+    tensors = {name: held[shard][name] for name, shard in weight_map.items()}
     return CheckpointFiles(folder=folder, tensors=tensors, has_index=True)
 
 
-def read_header(path: Path) -> dict[str, dict]:
-    """The tensors of a safetensors file: name → dtype, shape, data_offsets. Checks that the file is whole.
-
-    Raises `CheckpointError` naming the file and the likely cause.
-    """
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file by name. Raises `CheckpointError` naming the file and the likely cause."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            if start.startswith(b"version ") or (size < 1024 and b"git-lfs" in start + file.read(200)):
-                raise CheckpointError(f"{path} is a git-lfs pointer, not the weights; run `git lfs pull`")
-            if len(start) < 8:
-                raise CheckpointError(f"{path} has {size} bytes, too short for safetensors; is the download complete?")
-            (length,) = struct.unpack("<Q", start)
-            if length > min(_MAX_HEADER, size - 8):
-                raise CheckpointError(
-                    f"{path} says its header has {length} bytes, but the file has {size}; cut off, or not safetensors"
-                )
-            file.seek(8)
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} has no safetensors header: {error}") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} has no safetensors header")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    try:
-        end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
-    except (KeyError, TypeError, IndexError, ValueError):
-        raise CheckpointError(f"{path} has a safetensors header without valid data_offsets") from None
-    if 8 + length + end != size:
-        what = "cut off" if 8 + length + end > size else "followed by bytes that do not belong to it"
-        raise CheckpointError(f"{path} should have {8 + length + end} bytes by its header but has {size}: it is {what}")
-    return tensors
+        return read_any_header(path)
+    except FileProblem as problem:
+        raise CheckpointError(f"{path} {problem}") from None

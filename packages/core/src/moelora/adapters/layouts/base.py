@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from moelora.adapters.base import Target, TargetKind
+from moelora.safetensors_file import TensorInfo
 
 if TYPE_CHECKING:
-    import torch
-
     from moelora.adapters.config import AdapterConfig
-    from moelora.adapters.files import TensorInfo
     from moelora.adapters.names import Resolver
 
-Read = Callable[["TensorInfo"], "torch.Tensor"]
-"""Reads a tensor of the file in its stored dtype; to be copied into fp32 before any arithmetic, never written to."""
+Read = Callable[[TensorInfo], torch.Tensor]
+"""Reads a tensor of the file in its stored dtype; never to be written to."""
 
 
 class Refused(Exception):  # noqa: N818 - it never leaves the package; the loader turns it into an AdapterError
     """One reason why an adapter cannot be used, as a sentence that names the tensor or field."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """lora_A and lora_B of one module of the file. module: its name there, without PEFT's prefix."""
 
     module: str
@@ -56,9 +55,9 @@ class Context:
 class Plan:
     """How one target gets its factors.
 
-    fill(read, a, b) writes A and the scaled B into zeroed fp32 tensors of `a_shape` and `b_shape`. It copies what it
-    reads before it scales, so that the scale acts in fp32. sources: every tensor that `fill` reads. ranks, scales: as
-    configured, without repetition.
+    fill(read, a, b) writes A and the scaled B into tensors of `a_shape` and `b_shape` in the dtype that is wanted:
+    every element of them, zeros included; `put_scaled` has the scale act in fp32. It may be called from any thread.
+    sources: every tensor that `fill` reads. ranks, scales: as configured, without repetition.
     """
 
     target: Target
@@ -80,6 +79,14 @@ class Plan:
                 product *= size
             total += product
         return total
+
+
+def put_scaled(rows: torch.Tensor, tensor: torch.Tensor, scale: float) -> None:
+    """rows = scale · tensor, multiplied in fp32 and rounded once."""
+    if rows.dtype is tensor.dtype:  # torch multiplies 16-bit floats by a number in fp32
+        torch.mul(tensor.expand_as(rows), scale, out=rows)
+    else:
+        rows.copy_(tensor.float() * scale)
 
 
 def rank_of(pair: Pair, dims: int = 2) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moelora.adapters.base import Target, TargetKind
-from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused, check_widths, rank_of
+from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused, check_widths, put_scaled, rank_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def plan_dense(pair: Pair, target: Target, context: Context) -> list[Plan]:
 
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
         a.copy_(read(pair.a))
-        b.copy_(read(pair.b)).mul_(scale)
+        put_scaled(b, read(pair.b), scale)
 
     plan = Plan(
         target=target,

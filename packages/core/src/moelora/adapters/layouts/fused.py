@@ -15,6 +15,7 @@ from moelora.adapters.layouts.base import (
     check_widths,
     distinct,
     distinct_ranks,
+    put_scaled,
     rank_of,
 )
 
@@ -65,7 +66,7 @@ def plan_split(pair: Pair, targets: list[Target], context: Context) -> list[Plan
 def _plan_rows(pair: Pair, target: Target, rows: slice, rank: int, scale: float) -> Plan:
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
         a.copy_(read(pair.a))
-        b.copy_(read(pair.b)[rows]).mul_(scale)
+        put_scaled(b, read(pair.b)[rows], scale)
 
     return Plan(
         target=target,
@@ -109,9 +110,10 @@ def plan_joined(target: Target, pairs: Mapping[str, Pair], context: Context) -> 
             ranks.append(rank)
 
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
+        b.zero_()  # outside the blocks
         for pair, rows, columns, scale in pieces:
             a[columns] = read(pair.a)
-            b[rows, columns].copy_(read(pair.b)).mul_(scale)
+            put_scaled(b[rows, columns], read(pair.b), scale)
 
     plan = Plan(
         target=target,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moelora.adapters.base import Target
-from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused
+from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused, put_scaled
 
 if TYPE_CHECKING:
     import torch
@@ -154,11 +154,10 @@ def _plan(one: Wrapped, swapped: bool, context: Context) -> Plan:
             second = second.reshape(-1, rank, experts).permute(2, 0, 1)
         if a_on_input:
             a.copy_(first)
-            b.copy_(second)
+            put_scaled(b, second, scale)
         else:
             a.copy_(second.transpose(1, 2))
-            b.copy_(first.transpose(1, 2))
-        b.mul_(scale)
+            put_scaled(b, first.transpose(1, 2), scale)
 
     return Plan(
         target=target,

@@ -19,6 +19,7 @@ from moelora.adapters.layouts.base import (
     num_rows,
     part_rows,
     part_target,
+    put_scaled,
     rank_of,
 )
 from moelora.adapters.names import ExpertName
@@ -72,11 +73,12 @@ def _plan_target(target: Target, pieces: Sequence[_Piece]) -> Plan:
     experts_b = max(piece.pair.b.shape[0] for piece in ordered)
 
     def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
+        b.zero_()  # outside the blocks
         start = 0
         for piece in ordered:
             columns = slice(start, start + piece.rank)
             a[:, columns] = read(piece.pair.a)
-            b[:, part_rows(target, piece.part), columns].copy_(read(piece.pair.b)).mul_(piece.scale)
+            put_scaled(b[:, part_rows(target, piece.part), columns], read(piece.pair.b), piece.scale)
             start += piece.rank
 
     shared = any(1 in (piece.pair.a.shape[0], piece.pair.b.shape[0]) for piece in ordered)

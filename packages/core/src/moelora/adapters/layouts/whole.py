@@ -9,7 +9,7 @@ from moelora.adapters.base import Target, TargetKind
 from moelora.adapters.layouts.base import Context, Refused
 
 if TYPE_CHECKING:
-    from moelora.adapters.files import TensorInfo
+    from moelora.safetensors_file import TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
