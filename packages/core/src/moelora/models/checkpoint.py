@@ -129,4 +129,4 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     try:
         return read_any_header(path)
     except FileProblem as problem:
-        raise CheckpointError(f"{path} {problem}") from None
+        raise CheckpointError(f"{path}: {problem}") from None
