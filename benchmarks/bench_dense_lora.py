@@ -60,7 +60,9 @@ class Block:
         self.tokens = tokens
         self.x_TH = torch.randn(tokens, HIDDEN, device="cuda", dtype=DTYPE)
         self.attended_TQ = torch.randn(tokens, QUERY, device="cuda", dtype=DTYPE)
-        self.weights = [torch.randn(n, HIDDEN, device="cuda", dtype=DTYPE) / 45 for n in (QUERY, KEY, KEY)]
+        # One behind the other, as the engine lays them.
+        whole = torch.randn(QUERY + 2 * KEY, HIDDEN, device="cuda", dtype=DTYPE) / 45
+        self.weights = list(whole.split((QUERY, KEY, KEY)))
         self.out_weight = torch.randn(HIDDEN, QUERY, device="cuda", dtype=DTYPE) / 64
         self.banks = [bank(HIDDEN, n) for n in (QUERY, KEY, KEY)]
         self.out_bank = bank(QUERY, HIDDEN)

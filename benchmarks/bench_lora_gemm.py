@@ -1,19 +1,17 @@
 """q, k, v, o of Qwen3-30B-A3B with LoRA in the base product, 8 adapters of rank 16, bf16, against bare projections.
 
 Measured from a warm L2, as the products run in a model: the library's bare projections, ours without LoRA (what
-`--batch-invariant` costs), and ours with it, with either loop order.
+`--batch-invariant` costs), and ours with it: one launch for q, k, v, one for o.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from bench_dense_lora import DTYPE, HIDDEN, KEY, QUERY, Block, run_rows
+from bench_dense_lora import HIDDEN, KEY, QUERY, Block, run_rows
 from dense_timing import close, floor_ms, measure_ms, report, require
 
 from moelora_kernels.ops.dense_lora import pick_tile_rows
-from moelora_kernels.ops.invariant_gemm import LIST_ROWS, GemmConfig, invariant_gemm, pick_config
+from moelora_kernels.ops.invariant_gemm import LIST_ROWS, invariant_gemm
 from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, naive_lora_gemm, plan_blocks
 
 
@@ -27,11 +25,11 @@ def main() -> None:
         first, slot = plan_blocks(lengths, [i % 8 for i in range(len(lengths))], -(-tokens // LIST_ROWS))
         blocks = SlotBlocks(block.slot_T, torch.from_numpy(first).cuda(), torch.from_numpy(slot).cuda())
 
-        def ours(config: GemmConfig | None = None, block=block, rows=rows, blocks=blocks) -> list[torch.Tensor]:
-            outs = lora_gemm(block.x_TH, block.weights, [None] * 3, block.banks, rows, blocks, scratch=block.scratch,
-                             config=config)  # fmt: skip
-            return outs + lora_gemm(block.attended_TQ, [block.out_weight], [None], [block.out_bank], rows, blocks,
-                                    scratch=block.scratch, config=config)  # fmt: skip
+        def ours(block=block, rows=rows, blocks=blocks) -> list[torch.Tensor]:
+            outs = lora_gemm(block.x_TH, block.weights, [None] * 3, block.banks, rows, blocks, scratch=block.scratch)
+            return outs + lora_gemm(
+                block.attended_TQ, [block.out_weight], [None], [block.out_bank], rows, blocks, scratch=block.scratch
+            )
 
         def without(block=block) -> None:
             for weight in block.weights:
@@ -50,16 +48,6 @@ def main() -> None:
             report(
                 f"{tokens} tokens, {name}", measured, floor, f"{100 * (measured / bare - 1):+.1f} % over the library"
             )
-        default = pick_config(DTYPE, tokens, QUERY, bulk_copies=True, most_rows=LIST_ROWS)
-        if default.bulk:
-            for change in (
-                {"flatten": False},
-                {"block_n": 128, "stages": 4},
-                {"block_n": 128, "stages": 4, "flatten": False},
-            ):
-                config = replace(default, **change)
-                measured = measure_ms(lambda c=config, run=ours: run(c), cold=False)
-                report(f"  with LoRA, {change}", measured, floor, f"{100 * (measured / bare - 1):+.1f} %")
 
 
 if __name__ == "__main__":

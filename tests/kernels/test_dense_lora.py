@@ -241,3 +241,26 @@ def test_refusals_say_why_and_what_instead():
 
 def test_padded_rank():
     assert [padded_rank(rank) for rank in (0, 1, 16, 17, 256)] == [0, 16, 16, 32, 256]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", ["runs", "sorted"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_projections_of_low_rank_share_one_product(device, order, count):
+    """Mixed ranks up to 16, slots that leave a projection alone; the bits of each projection by itself."""
+    slots = [0] * 20 + [-1] * 3 + [2] * 9 + [1] * 30
+    rows = run_tiles(slots, 16, device) if order == "runs" else sorted_tiles(slots, device, 16)
+    x_TK = randn(len(slots), 70, seed=1, dtype=torch.bfloat16, device=device)
+    banks = [
+        make_bank(ranks, 70, 24, seed=i, dtype=torch.bfloat16, device=device)
+        for i, ranks in enumerate([[16, 3, 0], [5, 0, 5], [1, 16, 16], [7, 7, 7]][:count])
+    ]
+    together = [randn(len(slots), 24, seed=9, dtype=torch.bfloat16, device=device) for _ in banks]
+    alone = [out.clone() for out in together]
+    scratch = torch.full((scratch_numel(len(slots), 16),), float("nan"), dtype=torch.bfloat16, device=device)
+    dense_lora(x_TK, together, banks, rows, scratch=scratch)
+    for out, one in zip(alone, banks, strict=True):
+        dense_lora(x_TK, [out], [one], rows)
+    for got, want in zip(together, alone, strict=True):
+        assert torch.equal(got, want)
+        assert not got.isnan().any()

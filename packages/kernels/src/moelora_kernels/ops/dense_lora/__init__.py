@@ -14,7 +14,7 @@ import torch
 from moelora.backends.base import DenseSlots
 from moelora_kernels.launch import FLOAT_DTYPES, INT32_LIMIT, programs, require, require_device, require_rows
 from moelora_kernels.ops.dense_lora.config import DenseConfig, pick_config
-from moelora_kernels.ops.dense_lora.kernel import expand_kernel, gather_kernel, shrink_kernel
+from moelora_kernels.ops.dense_lora.kernel import expand_kernel, gather_kernel, shrink_kernel, shrink_narrow_kernel
 from moelora_kernels.ops.dense_lora.naive import naive_dense_lora, naive_embedding_lora
 from moelora_kernels.ops.dense_lora.tiles import TileList, cut_tiles, make_tile_list, pick_tile_rows
 
@@ -163,22 +163,36 @@ def shrink(
     config = config or pick_config(x_TK.dtype, rows.tile_rows, max(one.a_LRI.shape[1] for one in slots))
     assert config.block_m >= rows.tile_rows, "a tile does not fit into a block"
     y_TR = _scratch(scratch, x_TK.shape[0], sum(padded_rank(one.a_LRI.shape[1]) for one in slots), x_TK)
-    four = fill_four(slots)
-    # Four accumulators of 64 ranks would spill; fewer ranks a pass read x again, from cache.
-    block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
     # Tiles that suit expand can be too few to keep every multiprocessor reading x: then each is shared.
     block_m = config.block_m
     while block_m > 64 or (block_m > 16 and x_TK.shape[0] < 256 * block_m):
         block_m //= 2
     parts = config.block_m // block_m
-    stage_bytes = (block_m + len(slots) * block_r) * config.block_k * x_TK.element_size()
-    shrink_kernel[(programs(x_TK.device, rows.tiles.capacity * parts, config.shrink_programs),)](
-        x_TK, y_TR, *(one.a_LRI for one in four), *(one.ranks_L for one in four),
-        *(one.a_LRI.shape[1] for one in four), *_column_ends(slots),
-        *_tile_arguments(rows), x_TK.shape[1], x_TK.stride(0), y_TR.stride(0),
-        NUM=len(slots), GATHER=rows.perm_T is not None, BY_TOKEN=by_token, PARTS=parts,
-        BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=config.block_k,
-        num_warps=config.shrink_warps, num_stages=max(2, min(config.shrink_stages, _SHARED_BYTES // stage_bytes)),
+    most_programs = programs(x_TK.device, rows.tiles.capacity * parts, config.shrink_programs)
+    four = fill_four(slots)
+    factors = (*(one.a_LRI for one in four), *(one.ranks_L for one in four), *(one.a_LRI.shape[1] for one in four))
+    widths = (x_TK.shape[1], x_TK.stride(0), y_TR.stride(0))
+    constants = {
+        "NUM": len(slots),
+        "GATHER": rows.perm_T is not None,
+        "BY_TOKEN": by_token,
+        "PARTS": parts,
+        "BLOCK_M": block_m,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.shrink_warps,
+    }
+    if len(slots) > 1 and all(one.a_LRI.shape[1] <= 16 for one in slots) and x_TK.dtype is not torch.float32:
+        block_c = 16 * _pow2_count(len(slots))
+        shrink_narrow_kernel[(most_programs,)](
+            x_TK, y_TR, *factors, *_tile_arguments(rows), *widths,
+            BLOCK_C=block_c, num_stages=_stages(config, block_m + block_c, x_TK), **constants,
+        )  # fmt: skip
+        return y_TR
+    # Four accumulators of 64 ranks would spill; fewer ranks a pass read x again, from cache.
+    block_r = min(config.shrink_block_r, 128 // _pow2_count(len(slots)))
+    shrink_kernel[(most_programs,)](
+        x_TK, y_TR, *factors, *_column_ends(slots), *_tile_arguments(rows), *widths,
+        BLOCK_R=block_r, num_stages=_stages(config, block_m + len(slots) * block_r, x_TK), **constants,
     )  # fmt: skip
     return y_TR
 
@@ -235,6 +249,11 @@ def _column_ends(slots: Sequence[DenseSlots]) -> list[int]:
 def fill_four(values: Sequence[Any]) -> list[Any]:
     """The kernels take four of each; unused ones repeat the last and are never read."""
     return [*values, *[values[-1]] * (MAX_FUSED - len(values))]
+
+
+def _stages(config: DenseConfig, lines: int, x_TK: torch.Tensor) -> int:
+    """Steps under way at once: the table's, if shared memory holds them. lines: rows of x and A in one step."""
+    return max(2, min(config.shrink_stages, _SHARED_BYTES // (lines * config.block_k * x_TK.element_size())))
 
 
 def _pow2_count(count: int) -> int:

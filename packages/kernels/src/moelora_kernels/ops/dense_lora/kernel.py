@@ -118,6 +118,52 @@ def shrink_kernel(
 
 
 @triton.jit
+def _pick(i, v0, v1, v2, v3):
+    """Value number i of four."""
+    return tl.where(i == 0, v0, tl.where(i == 1, v1, tl.where(i == 2, v2, v3)))
+
+
+@triton.jit
+def shrink_narrow_kernel(
+    p_x, p_y,
+    p_a0, p_a1, p_a2, p_a3,
+    p_rank0, p_rank1, p_rank2, p_rank3,
+    R0, R1, R2, R3,
+    p_count, p_start, p_rows, p_slot, p_perm,
+    K, stride_x, stride_y,
+    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`shrink_kernel` for projections of up to 16 ranks each: their columns side by side, in one product a step.
+
+    Column c of y belongs to projection c // 16 and its rank index c % 16. BLOCK_C ≥ 16·NUM.
+    """
+    o_c = tl.arange(0, BLOCK_C)
+    i_p = o_c // 16
+    o_r = o_c % 16
+    b_most = tl.where(o_c < 16 * NUM, _pick(i_p, R0, R1, R2, R3), 0)
+    for i_work in range(tl.program_id(0), tl.load(p_count) * PARTS, tl.num_programs(0)):
+        i_tile = i_work // PARTS
+        i_slot = tl.load(p_slot + i_tile).to(tl.int64)
+        o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, i_work % PARTS, GATHER, BLOCK_M)
+        if BY_TOKEN:
+            o_y = o_t
+        b_rank = tl.load(_pick(i_p, p_rank0, p_rank1, p_rank2, p_rank3) + i_slot, mask=o_c < 16 * NUM, other=0)
+        p_a = _pick(i_p, p_a0, p_a1, p_a2, p_a3) + (i_slot * b_most + tl.minimum(o_r, b_most - 1)) * K
+        acc = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+        for i_k in range(0, K, BLOCK_K):
+            o_k = i_k + tl.arange(0, BLOCK_K)
+            m_k = o_k < K
+            b_x = tl.load(p_x + o_t[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+            b_a = tl.load(p_a[:, None] + o_k[None, :], mask=(o_r < b_most)[:, None] & m_k[None, :], other=0.0)
+            acc = dot(b_x, tl.trans(b_a.to(b_x.dtype)), acc)
+        # As many groups of 16 as a slot's rank fills; a projection that its adapter leaves alone gets none.
+        m_y = m_m[:, None] & (b_rank > 0)[None, :]
+        b_y = tl.where((o_r < b_rank)[None, :], acc, 0.0)
+        tl.store(p_y + o_y[:, None] * stride_y + o_c[None, :], b_y.to(p_y.dtype.element_ty), mask=m_y)
+
+
+@triton.jit
 def gather_kernel(
     p_ids, p_y, p_a, p_rank, R, V, width,
     p_count, p_start, p_rows, p_slot, p_perm,

@@ -24,32 +24,61 @@ def place(i_work, M, blocks_n, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def slot_pair(p_rank, p_block_slot, i_entry, end):
+    """For 32 LoRA columns, those of two slots of a block's list side by side: slot, and how many ranks of y it has."""
+    b_entry = i_entry + tl.arange(0, 32) // 16
+    b_own = tl.load(p_block_slot + b_entry, mask=b_entry < end, other=0)
+    # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
+    return b_own, tl.where(b_entry < end, tl.cdiv(tl.load(p_rank + b_own), 16) * 16, 0)
+
+
+@triton.jit
+def slot_list(p_rank, p_token_slot, p_block_first, p_block_slot, o_m, i_block, M):
+    """What `add_lora` needs of a block of rows. Loaded before the product, so that nothing waits for it behind."""
+    b_slot = tl.load(p_token_slot + o_m, mask=o_m < M, other=-1)
+    first = tl.load(p_block_first + i_block)
+    end = tl.load(p_block_first + i_block + 1)
+    b_own, b_written = slot_pair(p_rank, p_block_slot, first, end)
+    return b_slot, first, end, b_own, b_written
+
+
+@triton.jit
 def add_lora(
-    b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
-    o_m, o_n, i_block, M, N, R, stride_y,
+    b_acc, b_slot, first, end, b_own, b_written, p_y, p_b, p_rank, p_block_slot, o_m, o_n, N, R, stride_y,
     ONE_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """b_acc [M, N] + y[M, R] B[N, R]ᵀ, once for each slot that the block of rows meets, with that slot's rows of y."""
-    b_slot = tl.load(p_token_slot + o_m, mask=o_m < M, other=-1)
     o_r = tl.arange(0, BLOCK_R)
-    p_y_m = p_y + o_m.to(tl.int64)[:, None] * stride_y + o_r[None, :]
     m_n = (o_n < N)[:, None]
-    for i_entry in range(tl.load(p_block_first + i_block), tl.load(p_block_first + i_block + 1)):
-        i_slot = tl.load(p_block_slot + i_entry)
-        rank = tl.load(p_rank + i_slot)
-        # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
-        written = tl.cdiv(rank, 16) * 16
-        m_m = (b_slot == i_slot)[:, None]
-        p_b_n = p_b + i_slot.to(tl.int64) * N * R + o_n[:, None] * R + o_r[None, :]
-        if ONE_BLOCK:
-            b_y = tl.load(p_y_m, mask=m_m & (o_r < written)[None, :], other=0.0)
-            b_b = tl.load(p_b_n, mask=m_n & (o_r < R)[None, :], other=0.0)
+    if BLOCK_R == 16:
+        # Two slots a step: most blocks of rows meet no more, and a step waits for memory once. Each slot has its own 16
+        # columns of a matrix instruction, so a row's sum is what it would be in a step of its own.
+        o_c = tl.arange(0, 32) % 16
+        p_y_m = p_y + o_m.to(tl.int64)[:, None] * stride_y + o_c[None, :]
+        for i_entry in range(first, end, 2):
+            m_c = tl.max_constancy(o_c < b_written, 16)
+            b_y = tl.load(p_y_m, mask=(b_slot[:, None] == b_own[None, :]) & m_c[None, :], other=0.0)
+            b_at = tl.max_constancy(b_own.to(tl.int64) * N * R, 16) + o_c
+            b_b = tl.load(p_b + o_n[:, None] * R + b_at[None, :], mask=m_n & (m_c & (o_c < R))[None, :], other=0.0)
             b_acc = dot(b_y, tl.trans(b_b), b_acc)
-        else:
-            for i_r in range(0, rank, BLOCK_R):
-                b_y = tl.load(p_y_m + i_r, mask=m_m & (o_r < written - i_r)[None, :], other=0.0)
-                b_b = tl.load(p_b_n + i_r, mask=m_n & (o_r < R - i_r)[None, :], other=0.0)
+            b_own, b_written = slot_pair(p_rank, p_block_slot, i_entry + 2, end)
+    else:
+        p_y_m = p_y + o_m.to(tl.int64)[:, None] * stride_y + o_r[None, :]
+        for i_entry in range(first, end):
+            i_slot = tl.load(p_block_slot + i_entry)
+            rank = tl.load(p_rank + i_slot)
+            written = tl.cdiv(rank, 16) * 16
+            m_m = (b_slot == i_slot)[:, None]
+            p_b_n = p_b + i_slot.to(tl.int64) * N * R + o_n[:, None] * R + o_r[None, :]
+            if ONE_BLOCK:
+                b_y = tl.load(p_y_m, mask=m_m & (o_r < written)[None, :], other=0.0)
+                b_b = tl.load(p_b_n, mask=m_n & (o_r < R)[None, :], other=0.0)
                 b_acc = dot(b_y, tl.trans(b_b), b_acc)
+            else:
+                for i_r in range(0, rank, BLOCK_R):
+                    b_y = tl.load(p_y_m + i_r, mask=m_m & (o_r < written - i_r)[None, :], other=0.0)
+                    b_b = tl.load(p_b_n + i_r, mask=m_n & (o_r < R - i_r)[None, :], other=0.0)
+                    b_acc = dot(b_y, tl.trans(b_b), b_acc)
     return b_acc
 
 
@@ -68,6 +97,10 @@ def pointer_gemm_kernel(
     # Rows and columns over the edge read the last one again: their sums are never stored, and the loop has no mask.
     p_x_m = p_x + tl.minimum(o_m, M - 1).to(tl.int64)[:, None] * stride_x
     p_w_n = p_w + tl.minimum(o_n, N - 1).to(tl.int64)[:, None] * stride_w
+    if LORA:
+        b_slot, first, end, b_own, b_written = slot_list(
+            p_rank, p_token_slot, p_block_first, p_block_slot, o_m, i_m * BLOCK_M // LIST_ROWS, M
+        )
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for i_k in range(0, K, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
@@ -77,8 +110,8 @@ def pointer_gemm_kernel(
         b_acc = dot(b_x, tl.trans(b_w), b_acc)
     if LORA:
         b_acc = add_lora(
-            b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
-            o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
+            b_acc, b_slot, first, end, b_own, b_written, p_y, p_b, p_rank, p_block_slot, o_m, o_n, N, R, stride_y,
+            ONE_BLOCK, BLOCK_R,
         )  # fmt: skip
     if BIAS:
         b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]
@@ -103,6 +136,10 @@ def tma_gemm_kernel(
         i_m, i_n = place(i_work, M, tl.cdiv(N, BLOCK_N), GROUP_M, BLOCK_M)
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if LORA:
+            b_slot, first, end, b_own, b_written = slot_list(
+                p_rank, p_token_slot, p_block_first, p_block_slot, o_m, i_m * BLOCK_M // LIST_ROWS, M
+            )
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i_k in range(0, K, BLOCK_K):
             b_x = d_x.load([i_m * BLOCK_M, i_k])
@@ -110,8 +147,8 @@ def tma_gemm_kernel(
             b_acc = dot(b_x, tl.trans(b_w), b_acc)
         if LORA:
             b_acc = add_lora(
-                b_acc, p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot,
-                o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, N, R, stride_y, ONE_BLOCK, BLOCK_R,
+                b_acc, b_slot, first, end, b_own, b_written, p_y, p_b, p_rank, p_block_slot, o_m, o_n, N, R, stride_y,
+                ONE_BLOCK, BLOCK_R,
             )  # fmt: skip
         if BIAS:
             b_acc += tl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(tl.float32)[None, :]

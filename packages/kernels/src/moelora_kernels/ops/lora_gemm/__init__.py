@@ -114,10 +114,12 @@ def _in_one_launch(
     blocks: SlotBlocks,
     config: GemmConfig | None,
 ) -> list[torch.Tensor] | None:
-    """All projections over one grid, or None where the weights lie apart or bulk copies do not reach them."""
+    """All projections over one grid; None if weights lie apart, banks differ in rank, or bulk copies do not reach."""
     weight_NK, bias_N = joined(weights_NK), joined(biases_N)
-    if weight_NK is None or (bias_N is None and any(bias is not None for bias in biases_N)):
+    ranks = {one.b_LOR.shape[2] for one in slots}
+    if weight_NK is None or (bias_N is None and any(bias is not None for bias in biases_N)) or len(ranks) > 1:
         return None
+    (rank,) = ranks
     T, K = x_TK.shape
     outs = [torch.empty((T, weight.shape[0]), dtype=x_TK.dtype, device=x_TK.device) for weight in weights_NK]
     config = config or pick_config(
@@ -126,10 +128,6 @@ def _in_one_launch(
     if not config.bulk:
         return None
     tiles = -(-T // config.block_m) * sum(-(-out.shape[1] // config.block_n) for out in outs)
-    ends = [0]
-    for one in slots:
-        ends.append(ends[-1] + padded_rank(one.a_LRI.shape[1]))
-    rank = max(one.b_LOR.shape[2] for one in slots)
     block_r = rank_block(rank)
     projections_kernel[(programs(x_TK.device, tiles, 1),)](
         descriptor(x_TK, config.block_m, config.block_k), descriptor(weight_NK, config.block_n, config.block_k),
@@ -137,7 +135,7 @@ def _in_one_launch(
         *fill_four([descriptor(out, config.block_m, config.block_n) for out in outs]),
         T, K, *fill_four([out.shape[1] for out in outs]),
         y_TR, *fill_four([one.b_LOR for one in slots]), *fill_four([one.ranks_L for one in slots]),
-        *fill_four([one.b_LOR.shape[2] for one in slots]), *fill_four(ends[:-1])[1:], y_TR.stride(0),
+        rank, padded_rank(rank), y_TR.stride(0),
         blocks.token_slot_T, blocks.first, blocks.slot,
         NUM=len(outs), BIAS=bias_N is not None, ONE_BLOCK=rank <= block_r, LIST_ROWS=LIST_ROWS,
         GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,

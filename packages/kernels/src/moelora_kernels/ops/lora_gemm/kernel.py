@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moelora_kernels.dot import dot
-from moelora_kernels.ops.invariant_gemm.kernel import add_lora, place
+from moelora_kernels.ops.invariant_gemm.kernel import add_lora, place, slot_list
 
 
 @triton.jit
@@ -31,15 +31,15 @@ def pick(i, v0, v1, v2, v3, NUM: tl.constexpr):
 def projections_kernel(
     d_x, d_w, p_bias, d_o0, d_o1, d_o2, d_o3,
     M, K, N0, N1, N2, N3,
-    p_y, p_b0, p_b1, p_b2, p_b3, p_rank0, p_rank1, p_rank2, p_rank3, R0, R1, R2, R3, o_y1, o_y2, o_y3, stride_y,
+    p_y, p_b0, p_b1, p_b2, p_b3, p_rank0, p_rank1, p_rank2, p_rank3, R, padded, stride_y,
     p_token_slot, p_block_first, p_block_slot,
     NUM: tl.constexpr, BIAS: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """o_i[M, N_i] = x[M, K] W_i[N_i, K]ᵀ (+ bias_i) + LoRA_i for NUM projections; d_: tensor descriptors.
 
-    d_w and p_bias: all W_i and all biases one behind the other. p_y `[M, ≥ Σ R_i]`: A x by token, projection i from
-    column o_y{i} on. b `[L, N_i, R_i]`.
+    d_w and p_bias: all W_i and all biases one behind the other. p_y `[M, NUM·padded]`: A x by token, projection i from
+    column i·padded on. b `[L, N_i, R]`: one R for all, so that the compiler sees how rows are aligned.
     """
     blocks0 = tl.cdiv(N0, BLOCK_N)
     blocks1 = blocks0 + (tl.cdiv(N1, BLOCK_N) if NUM > 1 else 0)
@@ -53,6 +53,10 @@ def projections_kernel(
         first_w = first_n + pick(i_p, 0, N0, N0 + N1, N0 + N1 + N2, NUM)
         width = pick(i_p, N0, N1, N2, N3, NUM)
         o_n = first_n + tl.arange(0, BLOCK_N)
+        p_rank = pick(i_p, p_rank0, p_rank1, p_rank2, p_rank3, NUM)
+        b_slot, first, end, b_own, b_written = slot_list(
+            p_rank, p_token_slot, p_block_first, p_block_slot, o_m, i_m * BLOCK_M // LIST_ROWS, M
+        )
         b_acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for i_k in range(0, K, BLOCK_K):
             # Columns behind a projection's own are the next one's: computed, and not stored by its descriptor.
@@ -60,10 +64,8 @@ def projections_kernel(
             b_w = d_w.load([first_w, i_k])
             b_acc = dot(b_x, tl.trans(b_w), b_acc)
         b_acc = add_lora(
-            b_acc, p_y + pick(i_p, 0, o_y1, o_y2, o_y3, NUM), pick(i_p, p_b0, p_b1, p_b2, p_b3, NUM),
-            pick(i_p, p_rank0, p_rank1, p_rank2, p_rank3, NUM), p_token_slot, p_block_first, p_block_slot,
-            o_m, o_n, i_m * BLOCK_M // LIST_ROWS, M, width, pick(i_p, R0, R1, R2, R3, NUM), stride_y,
-            ONE_BLOCK, BLOCK_R,
+            b_acc, b_slot, first, end, b_own, b_written, p_y + i_p * padded, pick(i_p, p_b0, p_b1, p_b2, p_b3, NUM),
+            p_rank, p_block_slot, o_m, o_n, width, R, stride_y, ONE_BLOCK, BLOCK_R,
         )  # fmt: skip
         if BIAS:
             b_acc += tl.load(p_bias + first_w - first_n + o_n, mask=o_n < width, other=0.0).to(tl.float32)[None, :]
