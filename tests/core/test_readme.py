@@ -42,3 +42,18 @@ def test_the_commands_run_with_the_rows_that_the_page_shows(page, monkeypatch, t
     scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").open(encoding="utf-8")]
     assert [row["error"] for row in scores] == [None] * len(scores)
     assert {row["id"] for row in scores} == {"a", "b", "c"}
+
+
+def test_the_output_that_the_page_of_commands_shows_is_what_plan_prints(monkeypatch, capfd):
+    """But for its numbers, which move with every change of the planner."""
+    monkeypatch.chdir(ROOT)
+    command = blocks("docs/commands.md", "bash")[0].replace("\\\n", " ")
+    assert command.startswith("moelora plan ")
+    with pytest.raises(SystemExit):
+        main(shlex.split(command)[1:])
+    numbers = r"[\d.,]+ ?(?:bytes|[KMG]iB)?"
+    shown, printed = (
+        re.sub(r" +", " ", re.sub(numbers, "0", text)).splitlines()
+        for text in (blocks("docs/commands.md", "text")[0], capfd.readouterr().out)
+    )
+    assert shown == printed
