@@ -55,8 +55,11 @@ def write_adapter(
             continue
         stacked = (target.num_experts,) if target.kind is TargetKind.EXPERTS else ()
         key = f"base_model.model.{target.name}"
-        tensors[f"{key}.lora_A.weight"] = draw(*stacked, rank, target.in_features)
-        tensors[f"{key}.lora_B.weight"] = draw(*stacked, target.out_features, rank)
+        a, b = ("lora_A.weight", "lora_B.weight")
+        if target.kind is TargetKind.EMBEDDING:
+            a, b = ("lora_embedding_A", "lora_embedding_B")
+        tensors[f"{key}.{a}"] = draw(*stacked, rank, target.in_features)
+        tensors[f"{key}.{b}"] = draw(*stacked, target.out_features, rank)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(suffixes)}
