@@ -181,7 +181,7 @@ def plan_memory(
         if shapes:
             backend.init_moe_buffers(Phase.PREFILL, capacity, sizing.device, dtype, shapes)
     base = _weights(sizing.skeleton, sizing.catalogue, dtype)
-    per_token = activation_width(config) * dtype.itemsize
+    per_token = activation_width(config, fused=backend.fused_ops is not None) * dtype.itemsize
     graphs = 0
     mode, _ = first_mode(
         options.graph,
@@ -213,11 +213,12 @@ def plan_memory(
     )
 
 
-def activation_width(config: Any) -> int:
+def activation_width(config: Any, *, fused: bool) -> int:
     """Elements per token that are alive at once while a batch runs, at the widest place of a decoder layer.
 
-    Attention holds the residual, the normed input, q, k, v, and its output; a dense feed-forward the residual, the
-    normed input, gate, up and their product. Routed experts work in the backend's scratch. config: the decoder's.
+    Attention holds the residual, the normed input, q, k, v, and its output or, where rotary is not `fused`, three terms
+    as wide as q; a dense feed-forward the residual, the normed input, gate, up and their product. Routed experts work
+    in the backend's scratch. config: the decoder's.
     """
     hidden = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -226,7 +227,7 @@ def activation_width(config: Any) -> int:
     nope, rope = (getattr(config, name, None) for name in ("qk_nope_head_dim", "qk_rope_head_dim"))
     if nope and rope:  # latent attention: k and v are as wide as q once they are expanded
         head, kv_heads = nope + rope, heads
-    attention = 2 * hidden + 2 * heads * head + 2 * kv_heads * head
+    attention = 2 * hidden + (2 if fused else 4) * heads * head + 2 * kv_heads * head
     experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None) or 0
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
     dense = getattr(config, "intermediate_size", None) or 0
