@@ -54,6 +54,7 @@ class EngineOptions:
     score_chunk_rows: int | None = None
     lora_b_layout: str | None = None
     seed: int = 0
+    host_bytes: int | None = None
 
 
 class FakeEngine:

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, Outcome, run
+from moelora.jobs.parts import RUN_LOCK, hold_folder
 from moelora_cli import workers
 from moelora_cli.main import main
 
@@ -50,16 +52,26 @@ def test_a_killed_run_goes_on_to_the_same_file(command: Command):
     assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
 
 
-def test_parts_of_another_run_are_refused_by_what_changed(command: Command):
+def test_parts_of_another_run_are_refused_by_what_changed(command: Command, monkeypatch: pytest.MonkeyPatch):
     many_rows(command, 5_000)
     command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [15]}\n')  # the engine dies of 15
     assert command("--quiet").code == 1
     assert command.files() == {"in.jsonl", "out.jsonl.parts"}
-    refused = command("--quiet", "--top-k", 1)
-    assert refused.code == 2
-    assert "option top_k (0 before, 1 now)" in refused.stderr
-    many_rows(command, 5_000)
-    assert "changed since: input" in command("--quiet").stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["moelora.engine"], "PrefillEngine", None)  # refused before minutes of loading
+        refused = command("--quiet", "--top-k", 1)
+        assert refused.code == 2
+        assert "option top_k (0 before, 1 now)" in refused.stderr
+        assert "adapter A (new)" in command("--quiet", "--adapters", "A=/a").stderr
+        many_rows(command, 5_000)
+        assert "changed since: input" in command("--quiet").stderr
+        refused = run("prefill", command.model, "--input", command.input, "--output", command.output, "--devices",
+                      "cpu:2", "--quiet", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+        assert (refused.returncode, "changed since: input" in refused.stderr) == (2, True)
+        with hold_folder(command.folder / "out.jsonl.parts", RUN_LOCK):
+            assert "in use by another run" in command("--quiet", "--overwrite").stderr
+    refused = command("--quiet", "--slots", 3)
+    assert "option slots (None before, 3 now)" in refused.stderr
     assert command("--quiet", "--overwrite").code == 0
     assert len(command.rows) == 5_000
 

@@ -50,7 +50,8 @@ def lines():
 
 def run(folder: Path, engine: FakeEngine, **shard: int) -> int:
     job = PrefillJob(engine, TextEncoder(None), JobOptions(with_base=True))
-    with PartStore(folder, PRINT, **shard) as store:
+    with PartStore(folder, **shard) as store:
+        store.begin(PRINT)
         count = run_into_parts(job, lambda: parse_rows(lines()), REQUESTS, store)
     run.stats = job.stats
     return count
@@ -128,29 +129,98 @@ def test_a_missing_part_is_named(tmp_path):
         list(merge_lines(tmp_path))
 
 
-def test_a_second_process_is_refused(tmp_path):
-    with PartStore(tmp_path, PRINT), pytest.raises(ConfigError, match="in use by another run"):
-        PartStore(tmp_path, PRINT)
-    PartStore(tmp_path, PRINT).close()
+def begun(folder: Path, fingerprint=PRINT, **shard) -> PartStore:
+    store = PartStore(folder, **shard)
+    store.begin(fingerprint)
+    return store
+
+
+def test_a_second_process_is_refused_before_it_does_anything(tmp_path):
+    with PartStore(tmp_path / "a"), pytest.raises(ConfigError, match="in use by another run"):
+        PartStore(tmp_path / "a")
+    with PartStore(tmp_path / "b", shard=1, shards=2):
+        PartStore(tmp_path / "b", shard=0, shards=2).close()
+        with pytest.raises(ConfigError, match="in use by another run"):
+            PartStore(tmp_path / "b", shard=1, shards=2)
 
 
 def test_what_one_process_measured_all_use(tmp_path):
-    with PartStore(tmp_path, PRINT) as store:
+    run(tmp_path, CountingEngine())
+    with begun(tmp_path) as store:
         assert store.agree("eager-buckets", [16, 64]) == [16, 64]
         assert store.agree("eager-buckets", [32]) == [16, 64]
-    with PartStore(tmp_path, PRINT) as store:
+    with begun(tmp_path) as store:
         assert store.agree("eager-buckets", []) == [16, 64]
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_changed_run_is_refused_by_name_unless_overwritten(tmp_path):
     run(tmp_path, CountingEngine())
-    with pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):
-        PartStore(tmp_path, {**PRINT, "option top_k": "3"})
-    with pytest.raises(ConfigError, match=r"shards \(1 before, 2 now\)"):
-        PartStore(tmp_path, PRINT, shards=2)
-    with PartStore(tmp_path, {**PRINT, "option top_k": "3"}, overwrite=True) as store:
+    later = {**PRINT, "option top_k": "3"}
+    for ask in (PartStore.check, PartStore.begin):
+        with PartStore(tmp_path) as store, pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):
+            ask(store, later)
+        with (
+            PartStore(tmp_path, shards=2) as store,
+            pytest.raises(ConfigError, match=r"shards \(1 before, 2 now\)"),
+        ):
+            ask(store, PRINT)
+    with PartStore(tmp_path, overwrite=True) as store:
+        store.check(later)
+        assert store.finished() > 0, "nothing is lost before the run begins"
+        store.begin(later)
         assert store.finished() == 0
+
+
+def test_what_is_not_known_yet_is_not_missed(tmp_path):
+    run(tmp_path, CountingEngine())
+    with PartStore(tmp_path) as store:
+        store.check({"input": "a"})
+        with pytest.raises(ConfigError, match="changed since: input"):
+            store.check({"input": "b"})
+        with pytest.raises(ConfigError, match=r"adapter A \(new\)"):
+            store.check({"input": "a", "adapter A": "x"})
+
+
+def test_a_shard_that_is_overwritten_leaves_the_others_alone(tmp_path):
+    for shard in range(2):
+        run(tmp_path, CountingEngine(), shard=shard, shards=2)
+    before = sorted(p.name for p in tmp_path.glob("part-*"))
+    with begun(tmp_path, shard=1, shards=2, overwrite=True):
+        left = sorted(p.name for p in tmp_path.glob("part-*"))
+    assert left == before[::2]
+
+
+def test_a_shard_cannot_take_the_folder_from_one_at_work(tmp_path):
+    later = {**PRINT, "option top_k": "3"}
+    with (
+        begun(tmp_path, shard=0, shards=2),
+        PartStore(tmp_path, shard=1, shards=2, overwrite=True) as other,
+        pytest.raises(ConfigError, match="in use by another run"),
+    ):
+        other.begin(later)
+    with PartStore(tmp_path, shard=1, shards=2, overwrite=True) as other:
+        other.begin(later)
+
+
+def test_a_folder_in_which_nothing_was_finished_goes(tmp_path):
+    with begun(tmp_path / "x.parts"):
+        pass
+    with PartStore(tmp_path / "y", shard=0, shards=2):
+        pass
+    assert not list(tmp_path.iterdir())
+    with begun(tmp_path / "z", shard=0, shards=2):
+        pass
+    assert (tmp_path / "z" / "manifest.json").exists(), "another shard may be at work on it"
+
+
+def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(ConfigError, match="cannot lock files"):
+        PartStore(tmp_path)
 
 
 def test_the_fingerprint_sees_content(tmp_path):
@@ -170,10 +240,16 @@ def test_the_fingerprint_sees_content(tmp_path):
     assert changed(before, now()) == ["adapter A"]
     source.write_text("{ }")
     assert changed(before, now()) == ["adapter A", "input"]
-    (model / "x.safetensors").write_bytes(bytes(1001))
+    weights = bytearray(5_000_000)
+    (model / "x.safetensors").write_bytes(weights)
+    large = now()
+    weights[2_500_000:2_600_000] = b"\x01" * 100_000
+    (model / "x.safetensors").write_bytes(weights)
+    assert changed(large, now()) == ["model"]
     (model / "tokenizer.json").write_text("{}")
     assert changed(before, now()) == ["adapter A", "input", "model", "tokenizer"]
     assert changed(before, {**before, "adapter B": "x"}) == ["adapter B (new)"]
+    assert changed(before, {**before, "version torch": "1.0"})[0].startswith("version torch (")
 
 
 def test_window_requests():

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moelora.errors import ConfigError
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
+    from moelora.jobs.parts import PartStore
     from moelora.jobs.rows import Row
     from moelora.jobs.run import PrefillJob
 
@@ -25,56 +27,55 @@ _WITHOUT_EFFECT = frozenset(
 _RESOLVED = ("backend", "dtype", "slots", "max_tokens", "max_requests")
 
 
-class RefusedOutputError(ConfigError):
-    """The parts at the output belong to another run, or another process holds them; nothing was scored."""
+def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[PartStore, dict[str, str]]:
+    """The parts of this run, held from now on, and the run's fingerprint as far as it is known without an engine.
+
+    Raises `ConfigError` if the parts that lie there are not of this run, or if another process holds them.
+    """
+    from moelora.jobs.parts import PartStore
+
+    shard, shards = options["shard"] or (0, 1)
+    folder = Path(options["output"]) if options["shard"] else parts_folder(Path(options["output"]))
+    worker = worker_facts(options)
+    fingerprint = fingerprint_of(options, adapters) if worker is None else worker["fingerprint"]
+    store = PartStore(folder, shard=shard, shards=shards, overwrite=options["overwrite"], worker=worker is not None)
+    with ExitStack() as undo:
+        undo.enter_context(store)
+        store.check(fingerprint)
+        undo.pop_all()
+    return store, fingerprint
+
+
+def worker_facts(options: dict[str, Any]) -> dict[str, Any] | None:
+    """What the parent of a worker has told it: `fingerprint`, and how many `workers` there are; None for others."""
+    return None if options["worker"] is None else json.loads(Path(options["worker"]).read_bytes())
 
 
 def score_in_parts(
     options: dict[str, Any],
-    adapters: dict[str, Path],
+    store: PartStore,
     job: PrefillJob,
     engine: Any,
     read: Callable[[], Iterable[Row]],
     progress: Progress,
 ) -> None:
-    """Scores what has no part yet; without shards or other workers, then writes the output and removes the parts.
-
-    Raises `RefusedOutputError` before any scoring if the parts that lie there are not of this run.
-    """
-    from moelora.jobs.parts import PartStore
+    """Scores what has no part yet; without shards or other workers, then writes the output and removes the parts."""
     from moelora.jobs.windows import run_into_parts, window_requests
 
-    output = Path(options["output"])
-    shard, shards = options["shard"] or (0, 1)
-    alone = not options["shard"] and not options["worker"]
-    folder = output if options["shard"] else parts_folder(output)
+    worker = options["worker"] is not None
+    # `--graph auto` measures anew in each process; the choice decides between kernels, and so about last bits.
+    engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
+    if store.finished() and not worker:
+        progress.say(f"going on with {store.finished():,} finished parts in {store.folder}")
     try:
-        store = PartStore(
-            folder,
-            _fingerprint(options, adapters, engine),
-            shard=shard,
-            shards=shards,
-            overwrite=options["overwrite"],
-            worker=bool(options["worker"]),
-        )
-    except ConfigError as error:
-        raise RefusedOutputError(str(error)) from None
-    with store:
-        # `--graph auto` measures anew in each process; the choice decides between kernels, and so about last bits.
-        engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
-        if store.finished() and not options["worker"]:
-            progress.say(f"going on with {store.finished():,} finished parts in {folder}")
-        try:
-            run_into_parts(job, read, window_requests(len(adapters), engine.slots), store)
-        except BaseException:
-            if store.finished() == 0 and alone:
-                store.discard()
-            elif store.finished() and not options["worker"]:
-                progress.say(parts_are_safe(folder))
-            raise
-        if alone:
-            write_output(folder, output)
-            store.discard()
+        run_into_parts(job, read, window_requests(len(engine.adapter_names), engine.slots), store)
+    except BaseException:
+        if store.finished() and not worker:
+            progress.say(parts_are_safe(store.folder))
+        raise
+    if not options["shard"] and not worker:
+        write_output(store.folder, options["output"])
+        store.discard()
 
 
 def parts_folder(output: Path) -> Path:
@@ -100,18 +101,24 @@ def write_output(folder: Path, output: str | Path) -> None:
             file.write(line)
 
 
-def _fingerprint(options: dict[str, Any], adapters: dict[str, Path], engine: Any) -> dict[str, str]:
+def fingerprint_of(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, str]:
+    """What the lines of the output depend on, as far as it is known before an engine is there."""
     from moelora.jobs.fingerprint import run_fingerprint
     from moelora.models.checkpoint import find_model_folder
 
-    facts = engine.report()
     return run_fingerprint(
         model=find_model_folder(options["model"]),
         adapters=adapters,
         input_file=Path(options["input_"]),
-        options={
-            **{name: value for name, value in options.items() if name not in _WITHOUT_EFFECT},
-            **{f"{name} in use": facts.get(name) for name in _RESOLVED},
-            "device kind": str(facts.get("device")).partition(":")[0],
-        },
+        options={name: value for name, value in options.items() if name not in _WITHOUT_EFFECT},
     )
+
+
+def in_use(engine: Any) -> dict[str, str]:
+    """The rest of the fingerprint: what was left open, as the engine has settled it."""
+    facts = engine.report()
+    device = str(facts.get("device")).partition(":")[0]
+    return {
+        **{f"option {name} in use": str(facts.get(name)) for name in _RESOLVED},
+        "option device kind": device,
+    }

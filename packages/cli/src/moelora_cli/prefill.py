@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -25,16 +27,18 @@ from moelora_cli.options import (
     score_options,
     stdout_for_results,
 )
-from moelora_cli.parts import RefusedOutputError, score_in_parts
+from moelora_cli.parts import in_use, open_parts, score_in_parts, worker_facts
 from moelora_cli.progress import Progress
 from moelora_cli.workers import check_devices, score_with_workers
 
 if TYPE_CHECKING:
+    from moelora.jobs.parts import PartStore
     from moelora.jobs.rows import Row
-    from moelora.jobs.run import JobOptions
+    from moelora.jobs.run import JobOptions, PrefillJob
     from moelora.jobs.score_tally import ScoreTally
     from moelora.jobs.stats import JobStats
     from moelora.jobs.text import TextEncoder
+    from moelora.jobs.timeline import Timeline
 
 
 @click.command(cls=MoeloraCommand, short_help="Score prompts under a base model and its adapters.")
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
     metavar="all|0,1|cpu:N",
     help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
 )
-@click.option("--worker", type=int, default=0, hidden=True)  # one of so many of a run with --devices
+@click.option("--worker", hidden=True)  # of a run with --devices; a file with what its parent knows
 @click.option(
     "--shard",
     metavar="I/N|auto",
@@ -112,31 +116,48 @@ def _score(
     progress: Progress,
     stdout: BinaryIO,
 ) -> int:
-    from moelora.jobs.report import build_report
-    from moelora.jobs.rows import parse_rows
     from moelora.jobs.run import PrefillJob
-    from moelora.jobs.score_tally import ScoreTally, TallySink
     from moelora.jobs.timeline import TimedScorer, Timeline
-    from moelora.jobs.writer import open_output
 
     start = time.monotonic()
-    engine = _load_engine(options, adapters, progress)
-    timeline = Timeline()
-    parent = os.getppid()
+    with ExitStack() as held:
+        parts = open_parts(options, adapters) if _in_parts(options) else None
+        if parts is not None:
+            held.enter_context(parts[0])
+        engine = _load_engine(options, adapters, progress)
+        timeline = Timeline()
+        job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=_watch(options, progress))
+        if parts is not None:
+            parts[0].begin({**parts[1], **in_use(engine)})
+        return _run(options, adapters, job, engine, timeline, parts and parts[0], lines, progress, stdout, start)
 
-    def on_progress(stats: JobStats) -> None:
-        progress.counts(stats)
-        if options["worker"] and orphaned(parent):
-            raise KeyboardInterrupt
 
-    job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=on_progress)
+def _run(
+    options: dict[str, Any],
+    adapters: dict[str, Path],
+    job: PrefillJob,
+    engine: Any,
+    timeline: Timeline,
+    parts: PartStore | None,
+    lines: Any,
+    progress: Progress,
+    stdout: BinaryIO,
+    start: float,
+) -> int:
+    """What follows once everything is loaded and nothing was refused."""
+    from moelora.jobs.report import build_report
+    from moelora.jobs.rows import parse_rows
+    from moelora.jobs.score_tally import ScoreTally, TallySink
+    from moelora.jobs.writer import open_output
+
     loaded = time.monotonic()
     progress.begin()
     tally = None
     try:
-        if _in_parts(options):
-            with interrupts(engine.stop, progress.say, worker=bool(options["worker"])):
-                score_in_parts(options, adapters, job, engine, partial(_read_rows, options["input_"]), progress)
+        if parts is not None:
+            read = partial(_read_rows, options["input_"])
+            with interrupts(engine.stop, progress.say, worker=options["worker"] is not None):
+                score_in_parts(options, parts, job, engine, read, progress)
         else:
             tally = ScoreTally()
             sink = open_output(options["output"], stdout)
@@ -153,12 +174,25 @@ def _score(
             timeline=timeline.as_json(),
         )
         write_reports(options, report, tally)
-    except (BrokenPipeError, RefusedOutputError):
+    except BrokenPipeError:
         raise
     except Exception as error:
         raise JobFailedError from error
     tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _watch(options: dict[str, Any], progress: Progress) -> Callable[[JobStats], None]:
+    """What is done after every result: progress, and a worker ends when its parent has died."""
+    if options["worker"] is None:
+        return progress.counts
+    parent = os.getppid()
+
+    def watch(stats: JobStats) -> None:
+        if orphaned(parent):
+            raise KeyboardInterrupt
+
+    return watch
 
 
 def _read_rows(source: str) -> Iterator[Row]:
@@ -172,10 +206,14 @@ def _read_rows(source: str) -> Iterator[Row]:
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
     from moelora.engine import PrefillEngine
+    from moelora.environment import free_host_memory
 
-    return PrefillEngine(
-        options["model"], adapters=adapters, options=engine_options_of(options), on_event=progress.event
-    )
+    chosen = engine_options_of(options)
+    worker = worker_facts(options)
+    if worker is not None:  # the workers of a machine share its memory
+        free = free_host_memory()
+        chosen = replace(chosen, host_bytes=None if free is None else free // (2 * worker["workers"]))
+    return PrefillEngine(options["model"], adapters=adapters, options=chosen, on_event=progress.event)
 
 
 def _dry_run(

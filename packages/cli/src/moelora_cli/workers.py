@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
-from moelora_cli.parts import parts_are_safe, parts_folder, write_output
+from moelora_cli.parts import open_parts, parts_are_safe, parts_folder, write_output
 from moelora_cli.progress import Progress
 
 _FLAGS = ("with_base", "batch_invariant")
@@ -59,7 +58,7 @@ def device_names(devices: str) -> list[str]:
 
 def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> int:
     """Starts the workers, waits for them, and puts their parts together."""
-    from moelora.jobs.parts import RUN_LOCK, clear_parts, count_parts, hold_folder, stats_of
+    from moelora.jobs.parts import clear_parts, count_parts, stats_of
     from moelora.jobs.report import build_report
     from moelora.jobs.timeline import joined
     from moelora_cli.prefill import tell, write_reports
@@ -68,24 +67,26 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     output = Path(options["output"])
     folder = parts_folder(output)
     began = time.monotonic()
-    with hold_folder(folder, RUN_LOCK), tempfile.TemporaryDirectory() as private:
+    store, fingerprint = open_parts(options, adapters)
+    with store, tempfile.TemporaryDirectory() as private:
+        facts = {"fingerprint": fingerprint, "workers": len(names)}
+        (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
             clear_parts(folder)
         try:
             _wait(_start(options, adapters, names, Path(private)), progress)
         except BaseException:
-            if not count_parts(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
+            if count_parts(folder):
                 progress.say(parts_are_safe(folder))
             raise
         try:
             write_output(folder, output)
         except ConfigError as error:
-            raise JobFailedError(f"no worker is left: {error}; the same command goes on from there") from error
+            reason = f"no worker is left, and the run is not finished ({error}); the same command goes on from there"
+            raise JobFailedError from ConfigError(reason)
         stats = stats_of(folder)
         reports = [json.loads(path.read_bytes()) for path in sorted(Path(private).glob("report-*.json"))]
-        shutil.rmtree(folder, ignore_errors=True)
+        store.discard()
     seconds = time.monotonic() - began
     engine = _joined([r.get("engine", {}) for r in reports])
     run = {"devices": names, "output": str(output)}
@@ -111,7 +112,7 @@ class _Worker:
 
 def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:
     arguments = ["prefill", options["model"], "--input", options["input_"], "--output", options["output"], "--quiet"]
-    arguments += ["--worker", str(len(names))]
+    arguments += ["--worker", str(private / "facts.json")]
     for name, path in adapters.items():
         arguments += ["--adapters", f"{name}={path}"]
     arguments += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if options[flag]]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import moelora
+from moelora.versions import versions
 
 _BLOCK = 1 << 20
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 14
+_SAMPLES = 64
+_READERS = 8
+_PACKAGES = ("torch", "transformers", "tokenizers", "triton")
+"""Another version of these may score, or split text, differently in the last bit."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
                     "chat_template.jinja", "tokenizer.model")  # fmt: skip
 
@@ -20,14 +26,15 @@ def run_fingerprint(
 ) -> dict[str, str]:
     """Digests by what they are of: `model`, `tokenizer`, `adapter NAME`, `input`, `option NAME`, `moelora`.
 
-    Adapters, tokenizer and input count by content. Weights count by their names, sizes, headers and last bytes, since
-    reading a large checkpoint twice would cost more than most runs. The order of the adapters counts.
+    Adapters, tokenizer and input count by content. Weights count by their names, sizes, and samples from all over each
+    file, since reading a large checkpoint twice would cost more than most runs. The order of the adapters counts.
     """
     digests = {"moelora": moelora.__version__, "model": _model_digest(model)}
+    digests |= {f"version {name}": str(found) for name, found in versions(_PACKAGES).items()}
     digests["tokenizer"] = _digest(_contents(model / name for name in _TOKENIZER_FILES))
-    for place, (name, path) in enumerate(adapters.items()):
-        files = sorted(p for p in path.glob("*") if p.suffix in {".json", ".safetensors"})
-        digests[f"adapter {name}"] = _digest([str(place).encode(), *_contents(files)])
+    with ThreadPoolExecutor(max_workers=_READERS) as readers:
+        found = readers.map(_adapter_digest, range(len(adapters)), adapters.values())
+        digests |= {f"adapter {name}": digest for name, digest in zip(adapters, found, strict=True)}
     digests["input"] = _digest(_contents([input_file]))
     for name, value in sorted(options.items()):
         digests[f"option {name}"] = str(value)
@@ -38,24 +45,33 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What differs between two fingerprints, in words."""
     names = sorted({*before, *now})
     return [
-        f"{name} ({before[name]} before, {now[name]} now)" if name.startswith(("option", "moelora")) else name
+        f"{name} ({before[name]} before, {now[name]} now)"
+        if name.startswith(("option", "moelora", "version"))
+        else name
         for name in names
         if name in before and name in now and before[name] != now[name]
     ] + [f"{name} ({'gone' if name in before else 'new'})" for name in names if (name in before) != (name in now)]
+
+
+def _adapter_digest(place: int, folder: Path) -> str:
+    files = sorted(p for p in folder.glob("*") if p.suffix in {".json", ".safetensors"})
+    return _digest([str(place).encode(), *_contents(files)])
 
 
 def _model_digest(folder: Path) -> str:
     config = [folder / "config.json", folder / "model.safetensors.index.json"]
     weights = sorted(folder.glob("*.safetensors"))
     described = [f"{p.name} {p.stat().st_size}".encode() for p in weights]
-    return _digest([*_contents(config), *described, *(part for p in weights for part in _ends(p))])
+    return _digest([*_contents(config), *described, *(part for p in weights for part in _samples(p))])
 
 
-def _ends(path: Path) -> Iterable[bytes]:
+def _samples(path: Path) -> Iterable[bytes]:
+    """The first and the last bytes of a file, and some from evenly spread places between."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        yield file.read(_SAMPLE)
-        file.seek(max(path.stat().st_size - _SAMPLE, 0))
-        yield file.read(_SAMPLE)
+        for i in range(_SAMPLES):
+            file.seek(max(size - _SAMPLE, 0) * i // (_SAMPLES - 1))
+            yield file.read(_SAMPLE)
 
 
 def _contents(files: Iterable[Path]) -> Iterable[bytes]:

@@ -38,14 +38,14 @@ class PartStore:
 
     `worker`: one of several processes of one run, which share the folder and claim window by window.
 
-    Raises `ConfigError` if another process holds this shard, or if the folder belongs to a run with another
-    fingerprint and `overwrite` is not set; the message names what changed.
+    Made, and asked to `check`, before anything costly; `begin` then says what the run is, and the parts can be used.
+    Leaving its context removes a folder in which nothing was finished. Raises `ConfigError` if another process holds
+    this shard.
     """
 
     def __init__(
         self,
         folder: Path,
-        fingerprint: Mapping[str, str],
         *,
         shard: int = 0,
         shards: int = 1,
@@ -55,39 +55,54 @@ class PartStore:
         self.folder = folder
         self._shard = shard
         self._shards = shards
-        folder.mkdir(parents=True, exist_ok=True)
+        self._overwrite = overwrite
         self._worker = worker
         self._locks: list[BinaryIO] = []
-        try:
-            if not worker:  # whoever started the workers holds the folder
-                self._locks.append(hold_folder(folder, RUN_LOCK if shards == 1 else f"lock-{shard}-of-{shards}"))
-            with hold_folder(folder, _MANIFEST_LOCK, wait=True):
-                self._check_manifest(dict(fingerprint), overwrite)
-        except BaseException:
-            self.close()
-            raise
+        folder.mkdir(parents=True, exist_ok=True)
+        if not worker:  # whoever started the workers holds the folder
+            self._locks.append(hold_folder(folder, RUN_LOCK if shards == 1 else f"lock-{shard}-of-{shards}"))
 
-    def _check_manifest(self, fingerprint: dict[str, str], overwrite: bool) -> None:
-        path = self.folder / _MANIFEST
-        known = {"fingerprint": fingerprint, "shards": self._shards}
-        before = _read_json(path)
-        if before is not None and before != known and not overwrite:
-            differences = changed(before.get("fingerprint", {}), fingerprint)
-            if before.get("shards") != self._shards:
-                differences.append(f"shards ({before.get('shards')} before, {self._shards} now)")
+    def check(self, fingerprint: Mapping[str, str]) -> None:
+        """Raises `ConfigError`, naming what changed, if the parts here are of a run that differs in any of these facts.
+
+        Facts that are not known yet may be left out. With `overwrite` nothing is wrong.
+        """
+        before = _read_json(self.folder / _MANIFEST)
+        if before is None or self._overwrite:
+            return
+        known = before.get("fingerprint", {})
+        gone = {name: value for name, value in known.items() if name in fingerprint or name.startswith("adapter ")}
+        self._refuse(before, changed(gone, fingerprint))
+
+    def begin(self, fingerprint: Mapping[str, str]) -> None:
+        """Makes the folder that of the run with this fingerprint.
+
+        Parts of a run with another one are removed, if `overwrite` is set, and so are then this shard's own. Raises
+        `ConfigError` without it, or while other shards of that run are at work.
+        """
+        known = {"fingerprint": dict(fingerprint), "shards": self._shards}
+        with hold_folder(self.folder, _MANIFEST_LOCK, wait=True):
+            before = _read_json(self.folder / _MANIFEST)
+            if before is not None and not self._overwrite:
+                self._refuse(before, changed(before.get("fingerprint", {}), fingerprint))
+            if before != known:
+                self._refuse_other_shards()
+                clear_parts(self.folder)  # without a manifest nothing vouches for the parts that lie here
+                _write_json(self.folder / _MANIFEST, known)
+            elif self._overwrite and not self._worker:
+                for part in self.folder.iterdir():
+                    match = _PART.fullmatch(part.name)
+                    if match is not None and self.mine(int(match[1])):
+                        part.unlink()
+
+    def _refuse(self, before: dict[str, Any], differences: list[str]) -> None:
+        if before.get("shards") != self._shards:
+            differences = [*differences, f"shards ({before.get('shards')} before, {self._shards} now)"]
+        if differences:
             raise ConfigError(
                 f"{self.folder} holds parts of another run; changed since: {', '.join(differences)}. "
                 "Give --overwrite to begin anew"
             )
-        if before != known:
-            self._refuse_other_shards()
-            clear_parts(self.folder)  # without a manifest nothing vouches for the parts that lie here
-            _write_json(path, known)
-        elif overwrite:
-            for part in self.folder.iterdir():
-                match = _PART.fullmatch(part.name)
-                if match is not None and self.mine(int(match[1])):
-                    part.unlink()
 
     def _refuse_other_shards(self) -> None:
         """Raises `ConfigError` if a shard is at work here whose parts would be taken from it."""
@@ -158,6 +173,14 @@ class PartStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self._shards == 1 and not self._worker and self.folder.exists() and count_parts(self.folder) == 0:
+            if not list(self.folder.glob("end-*")):  # a shard without a window of its own has finished none the less
+                self.discard()
+        elif self._shards > 1 and not (self.folder / _MANIFEST).exists():
+            for lock in self._locks:
+                Path(lock.name).unlink(missing_ok=True)
+            with suppress(OSError):  # other shards may be about to begin here
+                self.folder.rmdir()
         self.close()
 
     def _path(self, window: int) -> Path:
