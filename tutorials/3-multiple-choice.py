@@ -12,10 +12,10 @@ import json
 from pathlib import Path
 
 question = json.loads(Path("examples/tiny-moe/choices.jsonl").read_text(encoding="utf-8").splitlines()[3])
-print("context: …" + question["prompt"][-120:])
+print("context: …" + " ".join(question["prompt"][-120:].split()))
 for number, choice in enumerate(question["choices"]):
     mark = "→" if number == question["metadata"]["answer"] else " "
-    print(f"{mark} {number}: {choice.strip()[:80]}")
+    print(f"{mark} {number}: {' '.join(choice.split())}")
 
 # %% [markdown]
 # ## Every question under every adapter, in one run
@@ -63,12 +63,11 @@ figure, axes = plt.subplots(figsize=(6.4, 3.2), dpi=150, layout="constrained")
 for number, rule in enumerate(RULES):
     places = [x + (number - 1) * 0.27 for x in range(len(adapters))]
     axes.bar(places, [right[adapter, rule] / 12 for adapter in adapters], width=0.25, label=rule)
-axes.axhline(0.25, color="0.5", linestyle=":", linewidth=1)
-axes.text(len(adapters) - 0.55, 0.26, "chance", color="0.4", fontsize=8, ha="right")
+axes.axhline(0.25, color="0.4", linestyle=":", linewidth=1, label="chance")
 axes.set_xticks(range(len(adapters)), ["base" if a == "__base__" else a for a in adapters])
 axes.set_ylabel("accuracy")
 axes.set_ylim(0, 1)
-axes.legend(frameon=False, ncols=3, loc="upper left")
+axes.legend(frameon=False, ncols=4, loc="upper left")
 plt.show()
 
 # %% [markdown]
@@ -77,10 +76,8 @@ plt.show()
 # An accuracy over twelve questions moves in steps of 8 %. The **margin**, the right choice's log-probability per token
 # minus that of the best wrong one, says how clear each decision was: right above zero, wrong below.
 
+
 # %% alt="Dots: margin of each question under the base and under the adapter of its own kind"
-figure, axes = plt.subplots(figsize=(6.4, 3.4), dpi=150, layout="constrained")
-
-
 def margin(row: dict) -> float:
     values = [choice["logprob_per_token"] for choice in row["choices"]]
     truth = values.pop(row["metadata"]["answer"])
@@ -89,6 +86,7 @@ def margin(row: dict) -> float:
 
 margins = {(row["id"], row["adapter"]): margin(row) for row in answers}
 kind_of = {row["id"]: row["metadata"]["kind"] for row in answers}
+figure, axes = plt.subplots(figsize=(6.4, 3.4), dpi=150, layout="constrained")
 for place, (identity, kind) in enumerate(kind_of.items()):
     base, own = margins[identity, "__base__"], margins[identity, kind]
     axes.plot([place, place], [base, own], color="0.8", zorder=0)
