@@ -131,6 +131,8 @@ def _flat(expression: ast.expr) -> str:
         return re.sub("…+", "…", "".join(map(str, parts)))
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, ast.Add):
         return _flat(expression.left) + _flat(expression.right)
+    if isinstance(expression, ast.Call) and _name(expression.func) == "strip":
+        return _flat(expression.func.value)
     return "…" if isinstance(expression, ast.Call | ast.Name | ast.Attribute) else ""
 
 
