@@ -77,7 +77,7 @@ def measure(tokens: int, base: ExpertsWeights, up: ExpertSlots, down: ExpertSlot
     floor = floor_ms(num_bytes=moved, flops=2.0 * tokens * K * 3 * WIDTH * H)
     print(
         f"{'':9}{floor:7.3f}{peer:12.3f}{plain:9.3f}{lora:9.3f}{lora / plain:11.3f}{lora / peer:17.3f}{tokens:8} "
-        f"tile {pick_config(tokens=tokens, top_k=K, num_experts=E, dtype=DTYPE).block_m}"
+        f"tile {pick_config(base, tokens=tokens, top_k=K).block_m}"
     )
 
 

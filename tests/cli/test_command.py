@@ -124,6 +124,7 @@ OPTIONS = {
         "--quiet",
         "--debug",
     },
+    "tune": {"model", "--tokens", "--dtype", "--device", "--output", "--quiet", "--debug"},
     "inspect": {"path", "--model", "--lora-b-layout", "--json", "--debug"},
     "merge": {"folder", "--output", "--overwrite", "--debug"},
     "env": {"--json", "--debug"},

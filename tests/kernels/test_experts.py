@@ -12,7 +12,8 @@ from moelora.backends.base import ExpertSlots, ExpertsWeights, MoeShape, PhaseEr
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
 from moelora.types import Phase
-from moelora_kernels.ops.experts import MoeBuffers, MoeConfig, ProductConfig, experts_lora, pick_config
+from moelora_kernels.ops.experts import MoeBuffers, MoeConfig, ProductConfig, experts_lora
+from moelora_kernels.ops.experts.config import default_config
 from moelora_kernels.ops.experts.naive import naive_activation, naive_experts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -287,8 +288,8 @@ def test_what_the_kernels_cannot_do_is_refused():
         experts_lora(batch[0].bfloat16(), *batch[1:3], base, up, down, batch[3], buffers=buffers, has_lora=True)
 
 
-def test_pick_config_depends_on_shapes_alone():
+def test_the_built_in_configuration_depends_on_shapes_alone():
     for tokens in (1, 512, 16384):
-        one = pick_config(tokens=tokens, top_k=8, num_experts=128, dtype=torch.bfloat16)
-        assert one == pick_config(tokens=tokens, top_k=8, num_experts=128, dtype=torch.bfloat16)
+        one = default_config(tokens=tokens, top_k=8, num_experts=128, dtype=torch.bfloat16)
+        assert one == default_config(tokens=tokens, top_k=8, num_experts=128, dtype=torch.bfloat16)
         assert one.block_m >= 64

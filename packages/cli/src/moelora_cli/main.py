@@ -18,6 +18,7 @@ from moelora_cli.inspect import inspect
 from moelora_cli.merge import merge
 from moelora_cli.plan import plan
 from moelora_cli.prefill import prefill
+from moelora_cli.tune import tune
 from moelora_cli.verify import verify
 
 
@@ -41,6 +42,7 @@ cli.add_command(verify)
 cli.add_command(inspect)
 cli.add_command(merge)
 cli.add_command(bench)
+cli.add_command(tune)
 cli.add_command(env)
 
 

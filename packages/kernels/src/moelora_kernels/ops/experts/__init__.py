@@ -15,9 +15,10 @@ from moelora.backends.base import ExpertSlots, ExpertsWeights
 from moelora.errors import ConfigError
 from moelora.types import Phase
 from moelora_kernels.ops.experts.buffers import MoeBuffers, padded_rank
-from moelora_kernels.ops.experts.config import WIDE_BLOCKS, MoeConfig, ProductConfig, pick_config
+from moelora_kernels.ops.experts.config import WIDE_BLOCKS, MoeConfig, ProductConfig
 from moelora_kernels.ops.experts.kernel import grouped_product
 from moelora_kernels.ops.experts.shrink_combine import combine, shrink
+from moelora_kernels.ops.experts.table import pick_config
 from moelora_kernels.ops.routes import Routes, build_routes, order_tokens, token_routes
 
 _ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "gelu": 3, "relu2": 4, "gpt_oss": 5}
@@ -68,7 +69,7 @@ def experts_lora(
     if not has_lora or buffers.slots == 0:
         up_slots = down_slots = None
     lora = up_slots is not None or down_slots is not None
-    cfg = config or pick_config(tokens=T, top_k=K, num_experts=E, dtype=x_TH.dtype)
+    cfg = config or pick_config(base, tokens=T, top_k=K)
     if lora and order_T is None:
         order_T = order_tokens(token_slot_T, buffers=buffers.routes, num_live=num_live)
     routes = build_routes(

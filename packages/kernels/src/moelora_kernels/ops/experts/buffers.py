@@ -27,7 +27,7 @@ class MoeBuffers:
 
     y_up, y_down: A x, `[P, RP]`. wide: A x spread over the columns of a tile's first slots, `[P, 128]`. h: the
     activation's output `[P, I]`. pairs: each pair's output `[P, H]`. Flat, in the
-    model's dtype. `block_m`: the smallest tile that will be asked for; None: what `pick_config` needs.
+    model's dtype. `block_m`: the smallest tile that will be asked for; None: the smallest that any configuration has.
     """
 
     def __init__(

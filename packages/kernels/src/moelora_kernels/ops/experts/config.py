@@ -60,15 +60,15 @@ _FLOAT32 = MoeConfig(
 
 
 def smallest_block_m(dtype: torch.dtype) -> int:
-    """Rows of the smallest tile that `pick_config` may choose for `dtype`."""
+    """Rows of the smallest tile that any configuration may have for `dtype`."""
     return 32 if dtype is torch.float32 else 64
 
 
-def pick_config(*, tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> MoeConfig:
-    """The configuration for a batch: small tiles where an expert has few pairs, else large ones.
+def default_config(*, tokens: int, top_k: int, num_experts: int, dtype: torch.dtype) -> MoeConfig:
+    """The built-in configuration for a batch: small tiles where an expert has few pairs, else large ones.
 
     One H200, base products of Qwen3-30B-A3B in ms, small against large: 0.31 and 0.33 at 512 tokens (32 pairs per
-    expert), 0.39 and 0.36 at 1,024, 0.59 and 0.44 at 2,048. Other shapes may bring a table of their own here.
+    expert), 0.39 and 0.36 at 1,024, 0.59 and 0.44 at 2,048. `moelora tune` may know better (`table.py`).
     """
     if dtype is torch.float32:
         return _FLOAT32
