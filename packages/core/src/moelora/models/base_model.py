@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from moelora.adapters.names import canonical
 from moelora.errors import CheckpointError, ConfigError, choose_from
 from moelora.models.architecture import Architecture
-from moelora.models.attention import register_attention
+from moelora.models.attention import EAGER, register_attention
 from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, find_model_folder
 from moelora.models.context import row_of
-from moelora.models.decoder import decoder_of
+from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
 from moelora.models.mixers import install_loops
 from moelora.models.unregistered import adopt_experts
@@ -27,6 +28,8 @@ from moelora.models.verdicts import find_verdict
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SHOWN = 5
+# Parts of a multimodal checkpoint that a class for text alone has no place for. Nothing of a decoder is called so.
+_OTHER_MODALITY = re.compile(r"(^|\.|_)(vision|visual|image|audio|video|multi_modal|multimodal|mm)(_|\.)")
 _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm)\.")
 
 
@@ -51,18 +54,21 @@ class BaseSource:
         """The checkpoint's own tensor of that name, in its own dtype; None if no tensor has that name."""
         if self.files is None:
             return None
-        if name not in self.files.tensors:
-            # Tied heads are stored once, as the embedding.
-            tied = getattr(self.config.get_text_config(), "tie_word_embeddings", False)
-            if not (tied and name == "lm_head.weight"):
-                return None
-            name = "model.embed_tokens.weight"
-        return self.files.read(name)
+        if name in self.files.tensors:
+            return self.files.read(name)
+        # Wrappers of multimodal models spell the same names in several ways.
+        spelled = {canonical(stored): stored for stored in self.files.tensors}
+        wanted = canonical(name)
+        if wanted not in spelled and wanted == "lm_head.weight" and _tied(self.config):
+            wanted = "embed_tokens.weight"  # stored once
+        return self.files.read(spelled[wanted]) if wanted in spelled else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """A loaded base model. `skipped`: checkpoint tensors that no scoring needs (multi-token-prediction layers)."""
+    """A loaded base model. `skipped`: checkpoint tensors that text does not need (layers for
+    multi-token prediction, other modalities).
+    """
 
     folder: Path
     config: Any
@@ -101,7 +107,7 @@ def open_base(model: str | Path, *, load_format: str = "auto") -> BaseSource:
     """
     folder = find_model_folder(model)
     config = read_config(folder)
-    model_class = _causal_class(config, folder)
+    model_class, config = _class_and_config(config, folder)
     architecture = find_verdict(model_class, config, lambda: decoder_of(_skeleton(model_class, config, folder)))
     return BaseSource(
         folder=folder,
@@ -122,18 +128,19 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
     torch_dtype = resolve_dtype(dtype, config, device)
     register_attention()
     register_experts()
-    plugged: dict[str, Any] = {"attn_implementation": architecture.attention}
-    if model_class._can_set_experts_implementation():
-        plugged["experts_implementation"] = EXPERTS if architecture.experts else "eager"
+    own: dict[str, Any] = {"attn_implementation": EAGER}
     skipped: set[str] = set()
     if source.files is None:
-        causal_lm = _random_model(model_class, config, device, torch_dtype, plugged)
+        causal_lm = _random_model(model_class, config, device, torch_dtype, own)
     else:
-        causal_lm, skipped = _load_weights(source, source.files, device, torch_dtype, plugged)
+        causal_lm, skipped = _load_weights(source, source.files, device, torch_dtype, own)
+    drop_other_modalities(causal_lm)
     causal_lm = causal_lm.to(device).eval().requires_grad_(False)
+    decoder = decoder_of(causal_lm)
+    plug_functions(decoder, attention=architecture.attention, experts=EXPERTS if architecture.experts else EAGER)
     if architecture.experts:
-        adopt_experts(causal_lm)
-    install_loops(causal_lm, architecture.loops)
+        adopt_experts(decoder)
+    install_loops(decoder, architecture.loops)
     return BaseModel(
         folder=source.folder,
         config=causal_lm.config,
@@ -202,6 +209,10 @@ def resolve_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def _tied(config: Any) -> bool:
+    return any(getattr(c, "tie_word_embeddings", False) for c in (config, config.get_text_config()))
+
+
 def _skeleton(model_class: Any, config: Any, folder: Path) -> Any:
     try:
         with torch.device("meta"), _Quiet():
@@ -211,15 +222,28 @@ def _skeleton(model_class: Any, config: Any, folder: Path) -> Any:
         raise CheckpointError(f"no model can be made from {path}: {_first_line(error)}") from error
 
 
-def _causal_class(config: Any, folder: Path) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+def _class_and_config(config: Any, folder: Path) -> tuple[Any, Any]:
+    """The class with a language model's head, and the config it takes: that of the text part where it takes no more.
 
-    try:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
+    Multimodal checkpoints that have no class for text alone get the one for all their modalities.
+    """
+    import transformers
+
+    found = None
+    for mapping in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        classes: Any = getattr(transformers, f"MODEL_FOR_{mapping}_MAPPING", {})
+        if type(config) in classes:
+            found = classes[type(config)]
+            break
+    for name in [] if found else getattr(config, "architectures", None) or []:
+        found = getattr(transformers, name, None)
+    if found is None:
         raise CheckpointError(
             f"{folder}: transformers has no causal language model for model_type {config.model_type!r}"
-        ) from None
+        )
+    if found.config_class is not type(config) and found.config_class is type(config.get_text_config()):
+        return found, config.get_text_config()
+    return found, config
 
 
 def _load_weights(
@@ -252,6 +276,7 @@ def _load_weights(
     layers = config.get_text_config().num_hidden_layers
     announced = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
     skipped = _extra_predictions(info["unexpected_keys"], layers, announced)
+    skipped |= {name for name in info["unexpected_keys"] if _OTHER_MODALITY.search(name)}
     unexpected = set(info["unexpected_keys"]) - skipped
     if unexpected:
         beyond = {layer for layer in map(_layer_of, unexpected) if layer is not None and layer >= layers}

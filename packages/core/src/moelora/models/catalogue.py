@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moelora.adapters.base import Catalogue, Target, TargetKind
+from moelora.models.decoder import other_modalities
 from moelora.models.unregistered import experts_layout
 
 # Linear layers whose weight another module reads directly: a delta added to their forward would never be computed, so
@@ -22,16 +23,18 @@ def build_catalogue(model: nn.Module) -> Catalogue:
 
     Linear layers are LINEAR and the input embedding EMBEDDING. Routers that hold their own 2-D `weight`, or subclass a
     linear layer, are ROUTER. The 3-D parameters of experts modules are EXPERTS, in registration order. Norms are
-    WHOLE. Modules of other kinds (convolutions, grouped linears, recurrences) are left out: nothing can adapt them.
+    WHOLE. Encoders of other modalities and modules of other kinds (convolutions, grouped linears, recurrences) are left
+    out: nothing can adapt them.
     """
     config: Any = model.config
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     model_type = str(getattr(text_config, "model_type", getattr(config, "model_type", "")))
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     hidden = _READ_BY_WEIGHT.get(model_type, ())
+    elsewhere = {id(m) for parent, name in other_modalities(model) for m in parent.get_submodule(name).modules()}
     targets: dict[str, Target] = {}
     for name, module in model.named_modules():
-        if any(name.endswith(suffix) for suffix in hidden):
+        if id(module) in elsewhere or any(name.endswith(suffix) for suffix in hidden):
             continue
         for target in _targets_of(name, module, is_embedding=module is embedding):
             targets[target.name] = target

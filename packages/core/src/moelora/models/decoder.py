@@ -29,5 +29,31 @@ def decoder_of(causal_lm: Any) -> Any:
         found = inner[0]
 
 
+def other_modalities(causal_lm: Any) -> list[tuple[nn.Module, str]]:
+    """What lies beside the decoder in the wrapper of a multimodal model: (its parent, its name there)."""
+    found = []
+    decoder, parent = decoder_of(causal_lm), getattr(causal_lm, body_name(causal_lm))
+    while parent is not decoder:
+        inside = next(c for c in parent.children() if any(module is decoder for module in c.modules()))
+        found += [(parent, name) for name, child in parent.named_children() if child is not inside]
+        parent = inside
+    return found
+
+
+def drop_other_modalities(causal_lm: Any) -> None:
+    """Frees what only images, sound or video go through: prompts here are text."""
+    for parent, name in other_modalities(causal_lm):
+        setattr(parent, name, None)
+
+
+def plug_functions(decoder: nn.Module, *, attention: str, experts: str) -> None:
+    """Chooses the functions of a decoder from transformers' registries, by their names."""
+    for module in decoder.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = attention
+            config._experts_implementation = experts
+
+
 def _holds(module: nn.Module, embedding: nn.Module) -> bool:
     return any(one is embedding for one in module.modules())

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from moelora.adapters.bank import AdapterBank
 from moelora.adapters.base import Catalogue, Target, TargetKind
-from moelora.backends.base import DenseSlots, ExpertSlots
+from moelora.backends.base import DenseSlots, ExpertSlots, LoraMetadata
 from moelora.errors import AdapterError
 from moelora.models.context import current_context
 from moelora.models.experts import attach_slots, is_experts_module, up_parameter
@@ -73,8 +73,9 @@ def _linear_hook(target: Target, slots: DenseSlots, installed: InstalledLora) ->
         context = current_context()
         installed.called.add(target.name)
         if context.meta.has_lora:
-            out_TO = output.view(-1, output.shape[-1])
-            context.backend.linear(rows_of(target, inputs[0]), out_TO, slots, context.meta)
+            x_TI, meta = rows_of(target, inputs[0])
+            if x_TI.shape[0]:
+                context.backend.linear(x_TI, output.view(-1, output.shape[-1]), slots, meta)
 
     return hook
 
@@ -112,9 +113,8 @@ class _RouterTap(TorchFunctionMode):
             self.taps += 1
             context = current_context()
             if context.meta.has_lora:
-                context.backend.linear(
-                    rows_of(self._target, args[0]), out.view(-1, out.shape[-1]), self._slots, context.meta
-                )
+                x_TI, meta = rows_of(self._target, args[0])
+                context.backend.linear(x_TI, out.view(-1, out.shape[-1]), self._slots, meta)
         return out
 
 

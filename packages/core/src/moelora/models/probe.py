@@ -50,7 +50,9 @@ def small_copy(body: Any) -> torch.nn.Module:
     problem = ""
     for layers in dict.fromkeys([wanted, None]):
         try:
-            small = type(body)(shrink_config(body.config, layers))
+            config = shrink_config(body.config, layers)
+            config._attn_implementation = EAGER  # as `load_base` makes it; functions are plugged in afterwards
+            small = type(body)(config)
         except Exception as error:  # whatever odd numbers provoke in a model's code
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             continue

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from moelora.adapters.base import Target
-from moelora.backends.base import DenseSlots
+from moelora.backends.base import DenseSlots, LoraMetadata
 from moelora.errors import AdapterError
 from moelora.models.context import ForwardContext, current_context
 
@@ -75,13 +75,15 @@ class Projections:
                 self._input = self._context = None
             return out
         group = member.group if not self._learning and member.group[0] is member else [member]
-        x_TI = rows_of(member.target, x)
+        if not x.numel():  # a part of a request that the shortest ones do not have
+            return torch.nn.functional.linear(x, member.module.weight, member.module.bias)
+        x_TI, meta = rows_of(member.target, x)
         outs = context.backend.projections(
             x_TI,
             [one.module.weight for one in group],
             [one.module.bias for one in group],
             [one.slots for one in group],
-            context.meta,
+            meta,
         )
         shaped = [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
         if len(group) > 1:
@@ -102,13 +104,21 @@ class Projections:
         self._input, self._last = x, member
 
 
-def rows_of(target: Target, tensor: torch.Tensor) -> torch.Tensor:
-    """Flattens `[1, T, …]` or `[T, …]` to `[T, width]` and checks that the module sees every row of the batch."""
+def rows_of(target: Target, tensor: torch.Tensor) -> tuple[torch.Tensor, LoraMetadata]:
+    """Flattens `[1, T, …]` or `[T, …]` to `[T, width]`, and says which slot each row has.
+
+    A module that sees other rows than those of the batch can be adapted only where all are of one request.
+    """
     rows = tensor.reshape(-1, tensor.shape[-1])
-    expected = current_context().meta.token_slot_T.shape[0]
-    if rows.shape[0] != expected:
-        raise AdapterError(f"{target.name} sees {rows.shape[0]} rows of a batch of {expected}; it cannot be adapted")
-    return rows
+    context = current_context()
+    meta = context.meta
+    if rows.shape[0] == meta.token_slot_T.shape[0]:
+        return rows, meta
+    if context.segments is None or context.segments.lengths is None or len(context.segments.lengths) > 1:
+        raise AdapterError(
+            f"{target.name} sees {rows.shape[0]} rows of a batch of {meta.token_slot_T.shape[0]}; it cannot be adapted"
+        )
+    return rows, context.backend.rows_metadata(meta.token_slot_T[:1].expand(rows.shape[0]), has_lora=meta.has_lora)
 
 
 def _alike(one: torch.nn.Linear, other: torch.nn.Linear) -> bool:

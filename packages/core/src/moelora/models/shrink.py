@@ -138,7 +138,8 @@ def _small(key: str, value: Any, scale: _Scale, total: int, keep: int) -> Any:
     if isinstance(value, list | tuple):
         return _small_list(key, list(value), scale, total, keep)
     if isinstance(value, str):
-        return value[:keep] if len(value) == total > keep else value
+        by_layer = len(value) == total > keep and re.search(r"pattern|layer|block", key)
+        return value[:keep] if by_layer else value
     if isinstance(value, bool) or not isinstance(value, int):
         return value
     return _small_number(key, value, scale, total, keep)

@@ -15,6 +15,7 @@ from moelora.backends.torch_reference import TorchBackend
 from moelora.models.attention import EAGER
 from moelora.models.calls import Calls
 from moelora.models.context import ForwardContext, Segments, forward_context, row_of
+from moelora.models.decoder import plug_functions
 from moelora.models.experts import attach_slots, is_experts_module
 from moelora.models.mixers import is_looped
 from moelora.models.shrink import VOCAB
@@ -33,13 +34,15 @@ class Unlike(Exception):  # noqa: N818 - an answer, not an error of the user's
     """Two runs that should agree do not, or one of them fails; says how."""
 
 
-def fill_at_random(model: nn.Module) -> None:
-    """Weights large enough for every part to matter; what an architecture initialises in its own way moves a little."""
+def fill_at_random(model: nn.Module, strength: float = 1.5) -> None:
+    """Weights large enough for every part to matter; what an architecture initialises in its own way moves a little.
+
+    strength: of matrices, 1 for outputs as large as inputs.
+    """
     for parameter in model.parameters():
         data = parameter.data
         if data.ndim > 1:
-            # Residual streams of small models keep their scale with about this much.
-            data.normal_(0.0, min(0.5, 1.5 / data.shape[-1] ** 0.5))
+            data.normal_(0.0, min(0.5, strength / data.shape[-1] ** 0.5))
         elif not torch.isfinite(data).all() or data.abs().max() > 1e4:
             data.normal_(0.0, 0.2)
         else:
@@ -55,7 +58,6 @@ class Trial:
     def __init__(self, body: nn.Module) -> None:
         self.body = body
         self._backend = _QuietBackend()
-        self._configs = _configs_of(body)
         generator = torch.Generator().manual_seed(0)
         self._ids = [torch.randint(4, VOCAB, (n,), generator=generator) % self._vocab() for n in LENGTHS]
         self._others = [torch.randint(4, VOCAB, (n,), generator=generator) % self._vocab() for n in LENGTHS]
@@ -68,9 +70,7 @@ class Trial:
 
     def set_functions(self, attention: str, experts: str) -> None:
         """Chooses from transformers' registries."""
-        for config in self._configs:
-            config._attn_implementation = attention
-            config._experts_implementation = experts
+        plug_functions(self.body, attention=attention, experts=experts)
         adopt_experts(self.body, on=experts != EAGER)
 
     def check_alone(self) -> None:
@@ -153,11 +153,6 @@ def _compare(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     difference = float((got - want).abs().max()) / max(float(want.abs().max()), 1e-6)
     if not difference <= TOLERANCE:
         raise Unlike(f"{what}: off by {difference:.0e} of the largest value")
-
-
-def _configs_of(body: nn.Module) -> list[Any]:
-    found = {id(c): c for m in body.modules() if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
-    return list(found.values())
 
 
 @contextmanager

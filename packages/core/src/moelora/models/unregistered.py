@@ -34,6 +34,8 @@ def adopt_experts(model: torch.nn.Module, *, on: bool = True) -> None:
 def experts_layout(module: torch.nn.Module) -> tuple[str, bool] | None:
     """The first parameter of an experts module by its shapes, and whether both are stored `[E, in, out]`; else None."""
     down = module._parameters.get("down_proj")
+    if sum(p is not None and p.ndim == 3 for p in module._parameters.values()) != 2:
+        return None
     for name, parts in (("gate_up_proj", 2), ("up_proj", 1)):
         up = module._parameters.get(name)
         if up is None or down is None or up.ndim != 3 or down.ndim != 3:

@@ -41,7 +41,15 @@ class _BodyStub(torch.nn.Module):
     hidden_1CH: torch.Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden_1CH)
+        return _BodyOutput(last_hidden_state=self.hidden_1CH)
+
+
+class _BodyOutput(MoeModelOutputWithPast):
+    """Whatever else a head asks of its body's output is None: heads hand it on and do not compute with it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 class ScoringHead:
