@@ -148,3 +148,9 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
         config._experts_implementation = "eager"
     logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
     return torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))[:, 0]
+
+
+def is_decided(model: Any, ids: list[int]) -> bool:
+    """Whether transformers in fp32 agrees with itself in fp64: no router chooses between two that are all but equal."""
+    exact = logprobs(copy.deepcopy(model).double(), ids)
+    return bool((exact - logprobs(model, ids)).abs().max() < 1e-4)

@@ -30,7 +30,7 @@ def probe(body: Any) -> Architecture:
     register_attention()
     register_experts()
     model_type = str(body.config.model_type)
-    with _own_randomness(), torch.no_grad():
+    with _own_randomness(), torch.device("cpu"), torch.no_grad():
         try:
             return _verdict(_trial(body), model_type)
         except _NoCopy as error:
@@ -38,10 +38,13 @@ def probe(body: Any) -> Architecture:
 
 
 def _trial(body: Any) -> Trial:
+    small = small_copy(body)
     try:
-        return Trial(small_copy(body))
+        return Trial(small)
     except Unlike as unlike:
         raise _NoCopy(f"a small copy cannot be run ({unlike})") from unlike
+    except Exception as error:  # not a decoder of transformers
+        raise _NoCopy(f"a small copy cannot be tried out ({type(error).__name__}: {error})") from error
 
 
 def small_copy(body: Any) -> torch.nn.Module:
