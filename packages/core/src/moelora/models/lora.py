@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from moelora.adapters.bank import AdapterBank
 from moelora.adapters.base import Catalogue, Target, TargetKind
-from moelora.backends.base import DenseSlots, ExpertSlots, LoraMetadata
+from moelora.backends.base import DenseSlots, ExpertSlots
 from moelora.errors import AdapterError
 from moelora.models.context import current_context
 from moelora.models.experts import attach_slots, is_experts_module, up_parameter
