@@ -220,6 +220,12 @@ def activation_width(config: Any, *, fused: bool) -> int:
     as wide as q; a dense feed-forward the residual, the normed input, gate, up and their product. Routed experts work
     in the backend's scratch. config: the decoder's.
     """
+    # Some decoders give each layer settings of its own, and then have none for all.
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max(map(_layer_width, layers))
+
+
+def _layer_width(config: Any) -> int:
     hidden = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
