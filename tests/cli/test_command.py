@@ -72,6 +72,8 @@ OPTIONS = {
         "--json",
         "--quiet",
         "--debug",
+        "--devices",
+        "--shard",
     },
     "verify": {
         "model",

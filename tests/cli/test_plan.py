@@ -65,12 +65,63 @@ def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
 
 
 def test_a_device_that_is_too_small(capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch):
-    class Small(memory.MemoryPlan):
-        def __init__(self, **parts: Any) -> None:
-            super().__init__(**{**parts, "free": 1 << 20, "total": 1 << 30})
-
-    monkeypatch.setattr(memory, "MemoryPlan", Small)
+    monkeypatch.setattr(memory, "free_device_memory", lambda device: (1 << 20, 1 << 30))
     code, stdout, _ = moelora(capfd, "plan", rows)
     assert code == 2
     assert "does not fit" in stdout
     assert "(1.0 MiB of 1.0 GiB are free)" in stdout
+
+
+# Shards and workers.
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_REQUESTS", 1)
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_the_plan_of_a_shard_is_what_the_shard_reports(capfd: pytest.CaptureFixture[str], rows: Path):
+    whole = json.loads(moelora(capfd, "plan", rows, "--json")[1])
+    assert whole["windows"] == {"planned": 5, "total": 5}
+    added = 0
+    for shard in ("0/3", "1/3", "2/3"):
+        planned = json.loads(moelora(capfd, "plan", rows, "--json", "--shard", shard)[1])
+        assert planned["windows"] == {"planned": 1 if shard == "2/3" else 2, "total": 5}
+        folder, report_file = rows.with_name("shards"), rows.with_name("report.json")
+        moelora(capfd, "prefill", rows, "--shard", shard, "--output", folder, "--report", report_file)
+        report = json.loads(report_file.read_text())
+        for one, other in ((planned, report), (planned["engine"], report["engine"])):
+            shared = (set(one) & set(other)) - {"engine"}
+            assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
+        added += planned["output_rows"]
+    assert added == whole["output_rows"]
+    stdout = moelora(capfd, "plan", rows, "--shard", "1/3")[1]
+    assert "1/3: 2 of 5 windows" in stdout
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_the_plan_of_workers(capfd: pytest.CaptureFixture[str], rows: Path):
+    one = json.loads(moelora(capfd, "plan", rows, "--json")[1])
+    two = json.loads(moelora(capfd, "plan", rows, "--json", "--device", "auto", "--devices", "cpu:2")[1])
+    assert [d["device"] for d in two["devices"]] == ["cpu", "cpu"]
+    assert two["windows"] == one["windows"]
+    assert {**two["engine"], "adapter_loads": 0} == {**one["engine"], "adapter_loads": 0}
+    assert two["engine"]["adapter_loads"] >= one["engine"]["adapter_loads"]
+    assert "2 on cpu, cpu, for 5 windows" in moelora(capfd, "plan", rows, "--device", "auto", "--devices", "cpu:2")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--shard", "3/3"], "is not I/N"),
+        (["--devices", "cpu:2"], "cannot be combined"),
+        (["--device", "auto", "--devices", "0,99"], "CUDA devices"),
+        (["--device", "auto", "--devices", "x"], "valid are all, GPU numbers like 0,1, or cpu:N"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(
+    capfd: pytest.CaptureFixture[str], rows: Path, arguments: list[str], said: str
+):
+    code, _, stderr = moelora(capfd, "plan", rows, *arguments)
+    assert (code, said in stderr) == (2, True)

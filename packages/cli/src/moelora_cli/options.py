@@ -103,6 +103,20 @@ score_options = _all(
 )
 """What is said of each row."""
 
+share_options = _all(
+    click.option(
+        "--devices",
+        metavar="all|0,1|cpu:N",
+        help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
+    ),
+    click.option(
+        "--shard",
+        metavar="I/N|auto",
+        help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
+    ),
+)
+"""How the input is shared between processes."""
+
 engine_options = _all(
     click.option(
         "--backend",

@@ -17,9 +17,11 @@ from moelora_cli.options import (
     quiet_libraries,
     row_options,
     score_options,
+    share_options,
     stdout_for_results,
 )
 from moelora_cli.progress import Progress
+from moelora_cli.workers import check_devices, device_names
 
 
 @click.command(cls=MoeloraCommand, short_help="What prefill would do: batches, fallbacks, memory.")
@@ -30,6 +32,7 @@ from moelora_cli.progress import Progress
 @row_options
 @score_options
 @engine_options
+@share_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def plan(**options: Any) -> int:
@@ -44,11 +47,19 @@ def plan(**options: Any) -> int:
 
 def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
+    from moelora.jobs.parts import parse_shard
     from moelora.jobs.reader import open_rows
     from moelora.jobs.rows import parse_rows
 
     if stdout is None:
         raise ConfigError("standard output is closed, and nothing else would be written")
+    shard = parse_shard(options["shard"])
+    if shard is not None and options["input_"] == "-":
+        raise ConfigError("--shard needs a file as --input and a folder as --output")
+    options["shard"] = shard
+    check_devices(options)
+    devices = [options["device"]] if options["devices"] is None else device_names(options["devices"])
+    options["device"] = devices[0]
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
     with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
@@ -61,18 +72,30 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
 
         encoder = load_encoder(options["model"])
         engine = PlanningEngine(
-            options["model"], adapters=adapters, options=engine_options_of(options), on_event=progress.event
+            options["model"],
+            adapters=adapters,
+            options=engine_options_of(options),
+            workers=len(devices),
+            on_event=progress.event,
         )
         job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
         progress.begin()
         rows = parse_rows(lines)
+        planned = total = 0
         if options["input_"] == "-":
             job.run(rows, Discard())
         else:  # which is scored in windows, so that it can be resumed
-            for _, window in windows(rows, window_requests(len(adapters), engine.slots), job.requests_of):
-                job.run(window, Discard())
+            for number, window in windows(rows, window_requests(len(adapters), engine.slots), job.requests_of):
+                total = number + 1
+                if shard is None or number % shard[1] == shard[0]:
+                    engine.begin_window(number)
+                    job.run(window, Discard())
+                    planned += 1
     stats = job.stats
     facts: dict[str, Any] = {
+        "windows": {"planned": planned, "total": total},
+        "shard": None if shard is None else f"{shard[0]}/{shard[1]}",
+        "devices": _device_facts(devices, engine.report()["memory"]),
         "rows": stats.rows,
         "output_rows": stats.output_rows,
         "error_rows": stats.error_rows,
@@ -86,9 +109,24 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     text = json.dumps(facts, indent=2, ensure_ascii=False) if options["as_json"] else "\n".join(_lines(facts))
     stdout.write(text.encode() + b"\n")
     stdout.flush()
-    if facts["engine"]["memory"]["fits"] is False:
+    if any(one["fits"] is False for one in facts["devices"]):
         return EXIT_REFUSED
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
+
+
+def _device_facts(devices: list[str], memory: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each device has free, and whether the parts of one worker fit there."""
+    import torch
+
+    from moelora.environment import resolve_device
+    from moelora.memory import free_device_memory
+
+    facts = []
+    for name in devices:
+        free, total = free_device_memory(torch.device(resolve_device(name)))
+        fits = None if free is None else memory["needed"] <= free
+        facts.append({"device": name, "free": free, "total": total, "fits": fits})
+    return facts
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
@@ -108,6 +146,12 @@ def _lines(facts: dict[str, Any]) -> list[str]:
             f"at most {engine['max_tokens']:,} tokens and {engine['max_requests']:,} requests each",
         ),
     ]
+    windows = facts["windows"]
+    if facts["shard"] is not None:
+        lines.append(("shard", f"{facts['shard']}: {windows['planned']:,} of {windows['total']:,} windows"))
+    if len(facts["devices"]) > 1:
+        names = ", ".join(one["device"] for one in facts["devices"])
+        lines.append(("workers", f"{len(facts['devices'])} on {names}, for {windows['total']:,} windows"))
     if facts["truncated_rows"]:
         lines.append(("cut", f"{facts['truncated_tokens']:,} tokens of {facts['truncated_rows']:,} rows"))
     if not engine["packed"]:
@@ -116,7 +160,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if engine["adapters"]:
         loads = f"{engine['adapters']:,} in {engine['slots']:,} slots, loaded {engine['adapter_loads']:,} times in all"
         lines.append(("adapters", f"{loads}; {size(engine['bytes_per_slot'])} per slot"))
-    lines += [("memory", line) for line in _memory_lines(engine["memory"])]
+    lines += [("memory", line) for line in _memory_lines(engine["memory"], facts["devices"])]
     lines += [("row error", error) for error in facts["first_errors"]]
     width = max(len(label) for label, _ in lines)
     labels = ["" if i and lines[i - 1][0] == label else label for i, (label, _) in enumerate(lines)]
@@ -133,14 +177,15 @@ def _graph_lines(engine: dict[str, Any]) -> list[str]:
     return lines + [f"{n:,} eager: {EagerReason(reason).text}" for reason, n in engine["eager_reasons"].items()]
 
 
-def _memory_lines(memory: dict[str, Any]) -> list[str]:
+def _memory_lines(memory: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
     from moelora.jobs.report import MEMORY_PARTS
 
     lines = [f"{size(memory[key]):>10}  {text}" for key, text in MEMORY_PARTS.items()]
     lines.append(f"{size(memory['needed']):>10}  together; the last two take turns")
     lines.append(f"not counted: {', '.join(memory['not_counted'])}")
-    if memory["free"] is not None:
-        left = memory["free"] - memory["needed"]
-        said = f"fits, {size(left)} left" if memory["fits"] else f"does not fit, {size(-left)} too much"
-        lines.append(f"{said} ({size(memory['free'])} of {size(memory['total'])} are free)")
+    for one in devices:
+        if one["free"] is not None:
+            left = one["free"] - memory["needed"]
+            said = f"fits, {size(left)} left" if one["fits"] else f"does not fit, {size(-left)} too much"
+            lines.append(f"{one['device']}: {said} ({size(one['free'])} of {size(one['total'])} are free)")
     return lines

@@ -25,6 +25,7 @@ from moelora_cli.options import (
     quiet_libraries,
     row_options,
     score_options,
+    share_options,
     stdout_for_results,
 )
 from moelora_cli.parts import in_use, open_parts, score_in_parts, worker_facts
@@ -54,17 +55,8 @@ if TYPE_CHECKING:
 @row_options
 @score_options
 @engine_options
-@click.option(
-    "--devices",
-    metavar="all|0,1|cpu:N",
-    help="One worker process per device (all GPUs, these, or N on the CPU) over one input and output.",
-)
+@share_options
 @click.option("--worker", hidden=True)  # of a run with --devices; a file with what its parent knows
-@click.option(
-    "--shard",
-    metavar="I/N|auto",
-    help="Score the I-th of N parts (from 0) into the folder --output; auto: as torchrun or Slurm say.",
-)
 @click.option("--overwrite", is_flag=True, help="Replace an output that exists, and the parts of another run.")
 @click.option("--report", metavar="FILE", help="Write the report of the run: a page if FILE ends in .html, else JSON.")
 @click.option("--metrics-file", metavar="FILE", help="Write counters in Prometheus text format.")

@@ -37,7 +37,8 @@ def check_devices(options: dict[str, Any]) -> None:
         return
     if not re.fullmatch(r"all|cpu:[1-9]\d?|\d{1,3}(,\d{1,3})*", options["devices"]):
         raise ConfigError(f"--devices {options['devices']!r}: valid are all, GPU numbers like 0,1, or cpu:N")
-    if options["input_"] == "-" or options["output"] in (None, "-"):
+    # A plan has no output.
+    if options["input_"] == "-" or options.get("output", "") in (None, "-"):
         raise ConfigError("--devices needs files as --input and --output")
     if options["shard"] is not None or options["device"] != "auto":
         raise ConfigError("--devices cannot be combined with --shard or --device")

@@ -44,8 +44,10 @@ class PlanningEngine:
         *,
         adapters: Mapping[str, Path],
         options: EngineOptions,
+        workers: int = 1,
         on_event: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """workers: processes that share the windows, each with slots of its own."""
         self._options = options
         self._device = resolve_device(options.device)
         self._backend = choose_backend(options, self._device)
@@ -76,7 +78,8 @@ class PlanningEngine:
         self._capacity, self.memory = choose_capacity(options, sizing, on_event)
         self._buckets = tuple(sorted(set(derive_buckets(options, self._capacity))))
         self._mode, self._blocked = self._graphs()
-        self._schedule = SlotSchedule(self._capacity.bank_slots)
+        self._schedules = [SlotSchedule(self._capacity.bank_slots) for _ in range(workers)]
+        self._schedule = self._schedules[0]
         self._passes: Counter[tuple[RunMode, int | None]] = Counter()
         self._eager_reasons: Counter[EagerReason] = Counter()
         self._tokens = 0
@@ -101,6 +104,10 @@ class PlanningEngine:
     def slots(self) -> int:
         """Adapters that lie on the device at once."""
         return self._capacity.bank_slots
+
+    def begin_window(self, number: int) -> None:
+        """What is scored from now on belongs to that window. Workers are taken to claim windows in turns."""
+        self._schedule = self._schedules[number % len(self._schedules)]
 
     def check(self, request: Request) -> str | None:
         """Why a request cannot be scored, or None if it can."""
@@ -142,7 +149,7 @@ class PlanningEngine:
             "tokens": self._tokens,
             "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
             "adapters": len(self._adapters),
-            "adapter_loads": self._schedule.loads,
+            "adapter_loads": sum(schedule.loads for schedule in self._schedules),
             "slots": self._capacity.slots,
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
