@@ -222,10 +222,10 @@ def activation_width(config: Any, *, fused: bool) -> int:
     """
     # Some decoders give each layer settings of its own, and then have none for all.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
-    return max(map(_layer_width, layers))
+    return max(_layer_width(layer, fused=fused) for layer in layers)
 
 
-def _layer_width(config: Any) -> int:
+def _layer_width(config: Any, *, fused: bool) -> int:
     hidden = config.hidden_size
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
