@@ -116,7 +116,7 @@ def _texts(expression: ast.expr) -> list[str]:
         return _texts(expression.body) + _texts(expression.orelse)
     if isinstance(expression, ast.Call) and _name(expression.func) == "choose_from":
         what = expression.args[0]
-        return [f"unknown {what.value if isinstance(what, ast.Constant) else '…'} …. Valid: …"]
+        return [f"unknown {what.value if isinstance(what, ast.Constant) else '…'} ….… Valid: …"]
     if isinstance(expression, ast.BoolOp):
         return [text for value in expression.values for text in _texts(value)]
     text = " ".join(_flat(expression).split())
