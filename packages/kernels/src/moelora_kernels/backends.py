@@ -249,11 +249,17 @@ class _TiledBackend(Backend):
         softcap: float | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from moelora_kernels.ops.attention import MAX_WIDTH, attention_tiles, pick_attention_config, varlen_attention
+        from moelora_kernels.ops.attention import (
+            MAX_WIDTH,
+            MIN_WIDTH,
+            attention_tiles,
+            pick_attention_config,
+            varlen_attention,
+        )
 
-        wide = max(q_THD.shape[2], v_THD.shape[2]) > MAX_WIDTH
-        if mask is not None or wide or (interpreted() and segments.lengths is not None):
-            # Masks that hold more than causality, very wide heads, and the CPU take the exact and slow way.
+        unfit = max(q_THD.shape[2], v_THD.shape[2]) > MAX_WIDTH or q_THD.shape[2] < MIN_WIDTH
+        if mask is not None or unfit or (interpreted() and segments.lengths is not None):
+            # Masks that hold more than causality, very wide or narrow heads, and the CPU take the exact and slow way.
             return super().attention(
                 q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
             )

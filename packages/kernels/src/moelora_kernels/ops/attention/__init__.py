@@ -16,7 +16,7 @@ from moelora.errors import ConfigError, choose_from
 from moelora_kernels.ops.attention.kernel import attend, end_tiles, find_tiles
 
 BACKENDS = ("auto", "torch", "triton")
-MAX_WIDTH = 256
+MIN_WIDTH, MAX_WIDTH = 16, 256
 _SPARE_TILES = 32
 """Tiles beyond a full batch's that get programs of their own; batches with more tiles make each program do several."""
 
@@ -238,8 +238,10 @@ def _check(
         raise ConfigError(
             f"shapes disagree: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)}, value {tuple(v_TGD.shape)}"
         )
-    if not 16 <= D <= MAX_WIDTH or not 1 <= v_TGD.shape[2] <= MAX_WIDTH:
-        raise ConfigError(f"head widths must lie between 16 and {MAX_WIDTH}, got {D} and {v_TGD.shape[2]}; {reference}")
+    if not MIN_WIDTH <= D <= MAX_WIDTH or not 1 <= v_TGD.shape[2] <= MAX_WIDTH:
+        raise ConfigError(
+            f"head widths must lie between {MIN_WIDTH} and {MAX_WIDTH}, got {D} and {v_TGD.shape[2]}; {reference}"
+        )
     if cu_S1.dtype is not torch.int32 or cu_S1.ndim != 1 or cu_S1.shape[0] < 2:
         raise ConfigError(
             f"cu_seqlens must be int32 [S + 1] with S of at least 1, got {cu_S1.dtype} {tuple(cu_S1.shape)}"
@@ -254,6 +256,8 @@ def _check(
 
 __all__ = [
     "BACKENDS",
+    "MAX_WIDTH",
+    "MIN_WIDTH",
     "AttentionConfig",
     "AttentionTiles",
     "attention_tiles",
