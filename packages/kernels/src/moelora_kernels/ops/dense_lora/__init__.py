@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 MAX_RANK = 256
+_SHRINK_BLOCKS = 256
+"""Blocks of rows that shrink cuts a batch into, at least: two per multiprocessor."""
 MAX_FUSED = 4
 """Projections of one input that share a launch; more are done in several."""
 
@@ -165,7 +167,7 @@ def shrink(
     y_TR = _scratch(scratch, x_TK.shape[0], sum(padded_rank(one.a_LRI.shape[1]) for one in slots), x_TK)
     # Tiles that suit expand can be too few to keep every multiprocessor reading x: then each is shared.
     block_m = config.block_m
-    while block_m > 64 or (block_m > 16 and x_TK.shape[0] < 256 * block_m):
+    while block_m > 64 or (block_m > 16 and x_TK.shape[0] < _SHRINK_BLOCKS * block_m):
         block_m //= 2
     parts = config.block_m // block_m
     most_programs = programs(x_TK.device, rows.tiles.capacity * parts, config.shrink_programs)
