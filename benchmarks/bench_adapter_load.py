@@ -1,4 +1,6 @@
-"""Seconds to load one per-expert adapter of a large model: 36,864 tensors of experts, from page cache, onto the host.
+"""Seconds to load one per-expert adapter of a large model: 36,864 tensors of experts, from page cache.
+
+Onto the host, and with a CUDA device on into a slot there.
 
     python benchmarks/bench_adapter_load.py [--shape FOLDER] [--rank 16] [--layers N] [--folder FOLDER] [--profile]
 
@@ -21,6 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.files import WEIGHTS_NAME
 from moelora.adapters.loader import load_adapter
@@ -53,15 +56,35 @@ def main() -> None:
         size = (folder / WEIGHTS_NAME).stat().st_size
         with safe_open(folder / WEIGHTS_NAME, "pt") as file:
             print(f"{len(file.keys()):,} tensors, {size / 1e9:.2f} GB, {torch.get_num_threads()} threads")
+        slot = Slot(adapter, catalogue) if torch.cuda.is_available() else None
         for _ in range(options.repeat):
             began = time.perf_counter()
-            load(folder, catalogue)
+            adapter = load(folder, catalogue)
             seconds = time.perf_counter() - began
-            print(f"{seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s")
+            line = f"{seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s onto the host"
+            if slot is not None:
+                slot.fill(adapter)
+                seconds = time.perf_counter() - began
+                line += f"; {seconds:.2f} s, {size / 1e9 / seconds:.2f} GB/s into its slot"
+            print(line)
         if options.profile:
             profiler = cProfile.Profile()
             profiler.runcall(load, folder, catalogue)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(20)
+
+
+class Slot:
+    """One slot of a bank on the CUDA device."""
+
+    def __init__(self, adapter: Adapter, catalogue: Catalogue) -> None:
+        device = torch.device("cuda")
+        self._bank = AdapterBank(catalogue, BankLayout.of([adapter]), slots=1, device=device, dtype=torch.bfloat16)
+        self.fill(adapter)
+
+    def fill(self, adapter: Adapter) -> None:
+        """Copies an adapter in, and waits until it is there."""
+        self._bank.load(0, adapter)
+        torch.cuda.synchronize()
 
 
 def load(folder: Path, catalogue: Catalogue) -> Adapter:

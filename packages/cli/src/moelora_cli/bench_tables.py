@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from moelora_cli.command import size
 
 if TYPE_CHECKING:
-    from moelora.bench.report import BenchReport, Measurement
+    from moelora.bench.report import BenchReport, Measurement, Setup
 
 _WIDTH = 200
 
@@ -32,6 +32,8 @@ def tables(report: BenchReport) -> str:
     if any(one.profile for one in report.measurements):
         console.print(_parts(report))
     console.print(_setups(report))
+    if any(_timings(one) for one in report.setups):
+        console.print(_buckets(report))
     for note in report.notes:
         console.print(f"note: {note}", markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -87,6 +89,26 @@ def _setups(report: BenchReport) -> Any:
             size(graphs.get("capture_bytes", 0)),
         )
     return table
+
+
+def _buckets(report: BenchReport) -> Any:
+    table = _table(
+        "body by bucket, all base, as auto measured it", ("engine", "adapters"), ("tokens", "eager ms", "graph ms")
+    )
+    for one in report.setups:
+        for timing in _timings(one):
+            table.add_row(
+                f"{one.engine} {one.backend}",
+                _adapters(one.adapters, one.rank),
+                f"{timing['bucket']:,}",
+                f"{timing['eager_s'] * 1e3:,.2f}",
+                f"{timing['graph_s'] * 1e3:,.2f}",
+            )
+    return table
+
+
+def _timings(setup: Setup) -> list[dict[str, float]]:
+    return setup.report.get("graphs", {}).get("timings", [])
 
 
 def _table(title: str, labels: tuple[str, ...], numbers: tuple[str, ...]) -> Any:

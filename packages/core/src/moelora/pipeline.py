@@ -20,7 +20,7 @@ from moelora.batching.transfer import Fetch
 from moelora.capacity import EagerReason
 from moelora.graphs.base import BodyOutput, GraphRunner
 from moelora.scoring.head import ScoringHead
-from moelora.scoring.results import ResultBuilder
+from moelora.scoring.results import HostScores, ResultBuilder
 from moelora.types import Result, RunMode
 
 _SCORES = tuple(one.name for one in fields(RowScores))
@@ -188,7 +188,7 @@ class BatchPipeline:
 
 def _collect(queued: _Queued) -> Iterator[tuple[int, Result]]:
     """Waits for the scores of a batch and hands out the requests that they complete."""
-    scores = RowScores(**dict(zip(_SCORES, queued.scores.wait(), strict=True)))
+    scores = HostScores.of(RowScores(**dict(zip(_SCORES, queued.scores.wait(), strict=True))))
     first = first_open = 0
     for sequence in queued.sequences:
         builder = queued.builders.get(sequence.request)

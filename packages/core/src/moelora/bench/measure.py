@@ -45,10 +45,15 @@ class Timing:
 
     repeat: int
     profile: bool
-    cuda: bool
+    device: torch.device
     limits: BatchLimits
     shape: DecoderShape
     ceilings: Ceilings
+
+    @property
+    def cuda(self) -> bool:
+        """Whether memory and kernels can be looked at."""
+        return self.device.type == "cuda"
 
 
 def measure(
@@ -63,8 +68,9 @@ def measure(
 
     call()  # compiles, and fills the slots
     before = engine.report()
+    call()
+    counted = _counted(before, engine.report())
     one = _time(call, OWN, setting, workload, task, requests, timing, mixed=mixed)
-    counted = _counted(before, engine.report(), timing.repeat)
     one = replace(one, passes=counted.passes, padding_share=counted.padding_share, eager_reasons=counted.eager_reasons)
     return with_profile(one, call) if timing.profile and timing.cuda else one
 
@@ -96,9 +102,10 @@ def _time(
 ) -> Measurement:
     if timing.cuda:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(timing.device)
+        call()  # takes back from the driver what it was given
     seconds = repeat(call, timing.repeat)
-    peak = torch.cuda.max_memory_reserved() - setting.beyond_bytes if timing.cuda else None
+    peak = torch.cuda.max_memory_reserved(timing.device) - setting.beyond_bytes if timing.cuda else None
     return Measurement(
         engine=engine,
         backend=setting.backend,
@@ -154,8 +161,8 @@ class _Counted:
     padding_share: float
 
 
-def _counted(before: dict[str, Any], after: dict[str, Any], calls: int) -> _Counted:
-    """What one of `calls` equal calls added to the engine's counts."""
+def _counted(before: dict[str, Any], after: dict[str, Any]) -> _Counted:
+    """What a call added to the engine's counts."""
     passes: Counter[tuple[str, int | None]] = Counter()
     for report, sign in ((after, 1), (before, -1)):
         for entry in report["passes"]:
@@ -165,8 +172,8 @@ def _counted(before: dict[str, Any], after: dict[str, Any], calls: int) -> _Coun
     padded = after["padded_tokens"] - before["padded_tokens"]
     rows = after["tokens"] - before["tokens"] + padded
     return _Counted(
-        passes=tuple((RunMode(mode), bucket, n // calls) for (mode, bucket), n in passes.items() if n),
-        eager_reasons={reason: n // calls for reason, n in reasons.items() if n},
+        passes=tuple((RunMode(mode), bucket, n) for (mode, bucket), n in passes.items() if n),
+        eager_reasons={reason: n for reason, n in reasons.items() if n},
         padding_share=padded / rows,
     )
 

@@ -234,7 +234,7 @@ class _Bench:
         return Timing(
             repeat=self._bench.repeat,
             profile=self._bench.profile,
-            cuda=self._device.type == "cuda",
+            device=self._device,
             limits=limits,
             shape=self._shape,
             ceilings=report.ceilings,

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from typing import Any
+
+import numpy as np
 
 from moelora.backends.base import RowScores
 from moelora.batching.sequences import PROMPT, Sequence, expand
 from moelora.types import ChoiceScore, Request, Result, RunMode, TokenScore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostScores:
+    """`RowScores` as arrays of the host: a piece of a tensor costs ten times that of an array, and there are many."""
+
+    target_logprob_N: np.ndarray
+    is_greedy_N: np.ndarray
+    best_id_N: np.ndarray
+    best_logprob_N: np.ndarray
+    top_ids_MK: np.ndarray
+    top_logprobs_MK: np.ndarray
+
+    @staticmethod
+    def of(scores: RowScores) -> HostScores:
+        """Views of tensors that lie on the host."""
+        return HostScores(**{one.name: getattr(scores, one.name).numpy() for one in fields(HostScores)})
 
 
 class ResultBuilder:
@@ -24,8 +44,8 @@ class ResultBuilder:
         self._choices: list[tuple[list[float], bool]] = [([], True) for _ in request.choices]
         self._mode = RunMode.EAGER
 
-    def add(self, sequence: Sequence, scores: RowScores, first: int, first_open: int, mode: RunMode) -> Result | None:
-        """Takes in the scores of one sequence, which lie on the host. Returns the result once complete.
+    def add(self, sequence: Sequence, scores: HostScores, first: int, first_open: int, mode: RunMode) -> Result | None:
+        """Takes in the scores of one sequence. Returns the result once complete.
 
         first: where the sequence's rows begin; first_open: the same among the rows without a target.
         """
@@ -34,7 +54,7 @@ class ResultBuilder:
             if run.is_open:
                 self._add_open(sequence.top_k, scores, first, first_open)
             else:
-                # Lists at once: an element of a tensor costs microseconds, and there is one per token.
+                # Lists at once: there is one element per token.
                 rows = slice(first, first + len(run.targets))
                 logprobs, greedy = scores.target_logprob_N[rows].tolist(), bool(scores.is_greedy_N[rows].all())
                 if run.choice == PROMPT:
@@ -46,7 +66,7 @@ class ResultBuilder:
         self._missing -= 1
         return self._finish() if self._missing == 0 else None
 
-    def _add_open(self, top_k: int, scores: RowScores, row: int, open_row: int) -> None:
+    def _add_open(self, top_k: int, scores: HostScores, row: int, open_row: int) -> None:
         self._next = TokenScore(int(scores.best_id_N[row]), float(scores.best_logprob_N[row]))
         if top_k:
             ids, best = scores.top_ids_MK[open_row].tolist(), scores.top_logprobs_MK[open_row].tolist()

@@ -24,7 +24,7 @@ from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.errors import ConfigError
 from moelora.models.base_model import BaseSource, load_plain
-from moelora.scoring.results import ResultBuilder
+from moelora.scoring.results import HostScores, ResultBuilder
 from moelora.types import BASE_ADAPTER, Request, Result, RunMode
 from moelora.verify.merge import merged
 
@@ -165,7 +165,7 @@ class Reference:
         result = None
         for sequence in builder.sequences:
             scores = _rows(_logits(model, sequence, self._device), sequence)
-            result = builder.add(sequence, scores, 0, 0, RunMode.EAGER)
+            result = builder.add(sequence, HostScores.of(scores), 0, 0, RunMode.EAGER)
         assert result is not None
         return result
 
