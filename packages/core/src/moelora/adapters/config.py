@@ -80,12 +80,18 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """The configured rank of a module or wrapped parameter, by its name in the adapter file."""
-        return next((rank for pattern, rank in self.rank_pattern if pattern.match(name)), self.r)
+        for pattern, rank in self.rank_pattern:
+            if pattern.match(name):
+                return rank
+        return self.r
 
     def scale_of(self, name: str) -> float:
         """α/r, or α/√r with rsLoRA, for a module or wrapped parameter by its name in the adapter file."""
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.match(name)), self.lora_alpha)
-        rank = self.rank_of(name)
+        alpha, rank = self.lora_alpha, self.rank_of(name)
+        for pattern, given in self.alpha_pattern:
+            if pattern.match(name):
+                alpha = given
+                break
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def wraps_parameter(self, name: str) -> bool:

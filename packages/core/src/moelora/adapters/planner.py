@@ -59,7 +59,7 @@ class Groups:
 def group_tensors(tensors: Mapping[str, TensorInfo]) -> Groups:
     """Parses every name once and pairs lora_A with lora_B."""
     groups = Groups()
-    factors: dict[tuple[str, Role], TensorInfo] = {}
+    factors: dict[Role, dict[str, TensorInfo]] = {role: {} for pair in _A_ROLES.items() for role in pair}
     empty = 0
     for name, info in tensors.items():
         key = parse_key(name)
@@ -73,28 +73,29 @@ def group_tensors(tensors: Mapping[str, TensorInfo]) -> Groups:
             groups.plain.append((key.module, info))
         elif key.role is Role.BASE_COPY:
             groups.copies.append((key.module, info))
-        elif (key.module, key.role) in factors:
-            groups.problems.append(f"tensors {factors[key.module, key.role].name!r} and {name!r} are the same factor")
         else:
-            factors[key.module, key.role] = info
+            before = factors[key.role].setdefault(key.module, info)
+            if before is not info:
+                groups.problems.append(f"tensors {before.name!r} and {name!r} are the same factor")
     if empty:
         groups.notes.append(f"{empty} empty w3 placeholders are ignored")
     _pair_up(factors, groups)
     return groups
 
 
-def _pair_up(factors: Mapping[tuple[str, Role], TensorInfo], groups: Groups) -> None:
-    for (module, role), info in factors.items():
-        if role in _A_ROLES:
-            other = factors.get((module, _A_ROLES[role]))
+def _pair_up(factors: Mapping[Role, Mapping[str, TensorInfo]], groups: Groups) -> None:
+    """Pairs in the order of their A in the file; embeddings come last."""
+    for role_a, role_b in _A_ROLES.items():
+        of_a, of_b = factors[role_a], factors[role_b]
+        for module, info in of_a.items():
+            other = of_b.get(module)
             if other is not None:
-                groups.pairs.append(Pair(module=module, a=info, b=other, is_embedding=role is Role.EMBEDDING_A))
-                continue
-            groups.problems.append(f"{module} has {role} without {_A_ROLES[role]} (tensor {info.name!r})")
-        else:
-            partner = Role.A if role is Role.B else Role.EMBEDDING_A
-            if (module, partner) not in factors:
-                groups.problems.append(f"{module} has {role} without {partner} (tensor {info.name!r})")
+                groups.pairs.append(Pair(module, info, other, role_a is Role.EMBEDDING_A))
+            else:
+                groups.problems.append(f"{module} has {role_a} without {role_b} (tensor {info.name!r})")
+        for module, info in of_b.items():
+            if module not in of_a:
+                groups.problems.append(f"{module} has {role_b} without {role_a} (tensor {info.name!r})")
 
 
 def plan_adapter(tensors: Mapping[str, TensorInfo], context: Context) -> Planned:
