@@ -10,6 +10,7 @@ import argparse
 import base64
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -39,7 +40,10 @@ def run(source: Path) -> str:
         config = Config({"KernelManager": {"transport": "ipc", "ip": f"{folder}/kernel"}})
         client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": folder}}, config=config)
         client.execute()
-    images = PAGES / source.stem
+        images = PAGES / source.stem
+        for kept in Path(folder).glob("*.html"):  # reports, which pages link to
+            images.mkdir(parents=True, exist_ok=True)
+            shutil.copy(kept, images)
     parts = [_part(cell, number, images) for number, cell in enumerate(notebook.cells)]
     note = f"*This page is what [`tutorials/{source.name}`](index.md#run-them) printed when the site was built.*"
     title, _, rest = parts[0].partition("\n")

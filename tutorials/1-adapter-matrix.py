@@ -26,10 +26,13 @@ print(json.dumps(rows[0], indent=2, ensure_ascii=False)[:330], "…")
 # %% language="bash"
 # moelora prefill examples/tiny-moe \
 #     --adapters examples/tiny-moe/adapters --with-base \
-#     --input examples/tiny-moe/heldout.jsonl --output scores.jsonl
+#     --input examples/tiny-moe/heldout.jsonl --output scores.jsonl \
+#     --report report.html
 
 # %% [markdown]
-# 96 rows under the base and four adapters are 480 output rows, in the order of the input:
+# [`report.html`](1-adapter-matrix/report.html) is a page about the run: throughput over time, batches, padding, and the
+# distribution of every adapter's scores. The scores themselves: 96 rows under the base and four adapters are 480 output
+# rows, in the order of the input.
 
 # %%
 scores = [json.loads(line) for line in Path("scores.jsonl").open(encoding="utf-8")]
