@@ -256,6 +256,7 @@ def seconds(work, runs=7):
     return sorted(times)[runs // 2]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_replay_beats_eager_on_a_30b_a3b_body(tmp_path, backend, mode):

@@ -17,6 +17,7 @@ def world(tmp_path_factory):
     return model, write_adapters(folder / "adapters", model, (16,) * 8)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("backend", ["triton", "csgmv"])
 @pytest.mark.parametrize("mode", [GraphMode.OFF, GraphMode.FULL, GraphMode.BREAKABLE])
 def test_the_estimate_is_within_a_tenth_of_what_the_run_reports(world, backend, mode):

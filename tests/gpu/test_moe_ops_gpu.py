@@ -81,6 +81,7 @@ def distance(out, expected):
     return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("tokens", [1, 37, 512, 4096])
 def test_experts_at_real_shapes(name, tokens):
@@ -164,6 +165,7 @@ def test_experts_replay_equals_eager_and_sees_nothing_of_an_earlier_batch():
         assert torch.equal(exact, replayed[:count])
 
 
+@pytest.mark.large
 def test_offsets_beyond_32_bits_in_pairs():
     torch.manual_seed(0)
     E, K, H, width, kind = SHAPES["qwen3_30b"]
@@ -182,6 +184,7 @@ def test_offsets_beyond_32_bits_in_pairs():
     assert torch.isfinite(out).all()
 
 
+@pytest.mark.large
 def test_offsets_beyond_32_bits_in_weights():
     torch.manual_seed(0)
     E, K, H, width, dtype = 256, 2, 4096, 1040, torch.bfloat16
@@ -195,6 +198,7 @@ def test_offsets_beyond_32_bits_in_weights():
     assert distance(out, naive_experts(x, ids, weights, base, up, down, slot, dtype=torch.float32)) < 8e-3
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_score_head_at_a_real_vocabulary(dtype):
     torch.manual_seed(0)
