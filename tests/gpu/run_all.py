@@ -47,10 +47,8 @@ def steps(options: argparse.Namespace) -> list[Step]:
     memcheck = [sys.executable, "tests/gpu/memcheck.py"]
     checked = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", *memcheck]
     parts: dict[str, list[Step]] = {
-        "tests": [
-            Step("tests", [*PYTEST, "280", "-m", "gpu and not large", "-n", str(options.jobs), "--durations", "5"], 300, 40)
-        ],
-        "large": [Step("large", [*PYTEST, "280", "-m", "gpu and large", "--durations", "5"], 300, 30)],
+        "tests": [Step("tests", [*PYTEST, "-m", "gpu and not large", "-n", str(options.jobs)], 300, 40)],
+        "large": [Step("large", [*PYTEST, "-m", "gpu and large"], 300, 30)],
         "memcheck": [Step("compile", memcheck, 90, 1), Step("memcheck", checked, 120, 3)],
         "benchmarks": [Step(name, [sys.executable, f"benchmarks/bench_{name}.py"], 90, 30) for name in BENCHMARKS],
         "cases": [
