@@ -189,6 +189,15 @@ def test_the_page_stands_alone_and_shows_what_was_counted():
     assert seen.tags.count("svg") == 4
 
 
+def test_the_rate_counts_what_this_run_scored():
+    """A run that goes on counts the rows of finished parts as its own."""
+    timeline = {"began": 1.0, "points": [[0.0, 0], [2.0, 30]]}
+    stats = JobStats(tokens=600)
+    options = {"seconds": 2.0, "load_seconds": 0.0, "engine": {}, "run": {}}
+    assert build_report(stats, **options, timeline=timeline)["tokens_per_second"] == 15.0
+    assert build_report(stats, **options)["tokens_per_second"] == 300.0
+
+
 def test_a_run_that_scored_nothing_has_a_page_too():
     text = page({}, ScoreTally(), [])
     assert "Nothing was scored" in text

@@ -36,8 +36,11 @@ def build_report(
 
     seconds: from the first row to the last line, loading not counted. load_seconds: model, adapters and capture.
     engine: the engine's own report, kept whole under `engine`. run: what was asked for (model, adapters, options).
-    timeline: tokens scored by second, of `timeline.Timeline`.
+    timeline: tokens scored by second, of `timeline.Timeline`; the rate counts them alone, as a run that goes on counts
+    rows of earlier ones too.
     """
+    points = timeline["points"] if timeline else []
+    scored = points[-1][1] if points else stats.tokens
     return {
         "rows": stats.rows,
         "output_rows": stats.output_rows,
@@ -49,7 +52,7 @@ def build_report(
         "truncated_tokens": stats.truncated_tokens,
         "seconds": seconds,
         "load_seconds": load_seconds,
-        "tokens_per_second": stats.tokens / seconds if seconds > 0 else 0.0,
+        "tokens_per_second": scored / seconds if seconds > 0 else 0.0,
         "timeline": dict(timeline or {"began": None, "points": []}),
         "warnings": list(stats.warnings),
         "engine": dict(engine),
