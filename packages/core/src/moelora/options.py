@@ -79,6 +79,9 @@ class EngineOptions:
 
 def choose_backend(options: EngineOptions, device: torch.device) -> Backend:
     """The backend asked for, or the fastest one for the device. Raises `ConfigError` for one that cannot be used."""
+    # On CUDA triton, by measurement (one H200, LoRA on q, k, v, o of a 2,048 wide model, prompts of 250 tokens, ms for
+    # triton and csgmv): 0.080 and 0.082 at 512 tokens, 0.515 and 0.532 at 8,192, 1.00 and 1.10 at 16,384. Rows of one
+    # adapter lie side by side in a packed batch, so that ordering them by slot only scatters what is read and written.
     # Off CUDA the Triton backends would run in their interpreter, which is for tests.
     fastest = "triton" if device.type == "cuda" and "triton" in backend_names() else "torch"
     name = options.backend if options.backend != "auto" else fastest
