@@ -67,6 +67,13 @@ def docs(session: nox.Session) -> None:
     session.run("python", "tools/check_site.py")
 
 
+@nox.session
+def support(session: nox.Session) -> None:
+    """Writes docs/support.md from the probe; `-- --check` fails if the page is another one."""
+    install_moelora(session)
+    session.run("python", "tools/support_matrix.py", *session.posargs)
+
+
 @nox.session(reuse_venv=False)
 def build(session: nox.Session) -> None:
     """Wheels of the three packages into a fresh environment, then an import and `moelora --help`."""

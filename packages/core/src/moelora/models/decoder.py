@@ -31,8 +31,11 @@ def decoder_of(causal_lm: Any) -> Any:
 
 def other_modalities(causal_lm: Any) -> list[tuple[nn.Module, str]]:
     """What lies beside the decoder in the wrapper of a multimodal model: (its parent, its name there)."""
-    found = []
-    decoder, parent = decoder_of(causal_lm), getattr(causal_lm, body_name(causal_lm))
+    found: list[tuple[nn.Module, str]] = []
+    decoder = decoder_of(causal_lm)
+    if decoder is causal_lm:
+        return found
+    parent = getattr(causal_lm, body_name(causal_lm))
     while parent is not decoder:
         inside = next(c for c in parent.children() if any(module is decoder for module in c.modules()))
         found += [(parent, name) for name, child in parent.named_children() if child is not inside]
