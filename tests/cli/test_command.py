@@ -111,6 +111,7 @@ OPTIONS = {
         "--graph",
         "--peer",
         "--repeat",
+        "--batch-invariant",
         "--max-tokens",
         "--buckets",
         "--layers",

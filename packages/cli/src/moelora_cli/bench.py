@@ -71,6 +71,7 @@ _QUICK_REPEAT = 2
 )
 @click.option("--peer", type=click.Choice(["transformers"]), help="The same work on transformers with PEFT as well.")
 @click.option("--repeat", type=POSITIVE, default=5, show_default=True, help="Timed calls; the median counts.")
+@click.option("--batch-invariant", is_flag=True, help="Time runs whose rows have the same bits in any batch.")
 @click.option("--max-tokens", type=POSITIVE, default=16384, show_default=True, help="Most tokens of one batch.")
 @click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Graphs to capture. Default: what is needed.")
 @click.option("--layers", type=POSITIVE, help="Cut the model to so many layers; needs --load-format dummy.")
@@ -193,4 +194,5 @@ def _engine_options(options: dict[str, Any]) -> EngineOptions:
         buckets=options["buckets"],
         load_format=options["load_format"],
         seed=options["seed"],
+        batch_invariant=options["batch_invariant"],
     )
