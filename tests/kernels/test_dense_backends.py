@@ -192,6 +192,7 @@ def test_projections(name, bucket, rides, monkeypatch):
     """Base products and LoRA, added or in one: as on a GPU, where large batches ride."""
     if rides:
         monkeypatch.setattr(backends, "RIDE_ROWS", 1)
+        monkeypatch.setattr(backends, "RIDE_WIDTH", 1)
         monkeypatch.setattr(backends, "bulk_copies", lambda *matrices: True)
         monkeypatch.setattr(_TiledBackend, "fused_linear", None)
     backend = make_backend(name)

@@ -56,7 +56,9 @@ _GRAPH_MODES = frozenset({GraphMode.FULL, GraphMode.BREAKABLE})
 
 RIDE_ROWS = 2048
 """From here on LoRA rides in the base product. One H200, q, k, v, o of a 2,048 wide model, ms: 0.155 riding and 0.160
-added at 2,048 rows, 0.468 and 0.512 at 8,192; at 512 rows adding is the faster by far."""
+added at 2,048 rows, 0.469 and 0.515 at 8,192; at 512 rows adding is the faster by far."""
+RIDE_WIDTH = 1024
+"""And from this many columns of all projections together: narrower products run through pointers, slower than torch's."""
 
 
 class _TiledBackend(Backend):
@@ -172,6 +174,7 @@ class _TiledBackend(Backend):
             meta.has_lora
             and handle.blocks is not None
             and x_TI.shape[0] >= RIDE_ROWS
+            and sum(weight.shape[0] for weight in weights_OI) >= RIDE_WIDTH
             and not self.batch_invariant
             and x_TI.dtype is not torch.float32
             and bulk_copies(x_TI, *weights_OI)
