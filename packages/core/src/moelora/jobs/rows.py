@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from moelora.errors import RequestError
+from moelora.jobs.claims import IdClaims
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 ROW_KEYS = ("id", "custom_id", *PROMPT_KEYS, "adapter", "choices", "choices_token_ids", "metadata")
@@ -54,11 +55,11 @@ def parse_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Row]:
     Ids are compared as text, so 7 and "7" are the same. The first row that carries an id keeps it, even if that row is
     bad for another reason; later ones are errors. A row without an id claims its line number if it is good.
     """
-    claimed: dict[str, int] = {}
+    claims = IdClaims()
     for number, data in lines:
         row, explicit = _parse(number, data)
         if explicit or row.error is None:
-            first = claimed.setdefault(str(row.id), number)
+            first = claims.claim(str(row.id), number)
             if first != number and row.error is None:
                 what = f"duplicate id {row.id!r}" if explicit else f"the line number {row.id} stands for the missing id"
                 error = f"line {number}: {what}, and line {first} has that id already (7 and '7' count as the same)"
@@ -98,9 +99,7 @@ def load_object(data: bytes) -> dict[str, Any]:
     # A mark at the start of a line can only come from files that were joined; JSON has no use for it there.
     text = text.removeprefix("\ufeff")
     try:
-        record = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
+        record = _DECODER.decode(text)
     except RequestError:
         raise
     except json.JSONDecodeError as error:
@@ -132,6 +131,9 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(value):
         raise RequestError(f"the number {text[:40]} is too large")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
 def _id(record: dict[str, Any]) -> str | int | None:

@@ -227,12 +227,16 @@ class PrefillJob:
         assert unit.adapter is not None
         tokens = self._options.logprobs == "tokens"
         row = result_row(unit.row, unit.adapter, unit.encoded, result, tokens=tokens, top_k=self._options.top_k)
-        row = finite_row(row, where=f"line {unit.row.line}: ")
+        try:
+            line = encode_row(row)
+        except ValueError:
+            row = finite_row(row, where=f"line {unit.row.line}: ")
+            line = encode_row(row)
         self.stats.count_line(row["error"])
         self._count_cut(unit.encoded)
         self.stats.requests += 1
         self.stats.tokens += len(unit.encoded.token_ids) + sum(map(len, unit.encoded.choices))
-        pending.lines[place] = encode_row(row)
+        pending.lines[place] = line
         if row["error"] is None:
             pending.results[unit.adapter] = result
 

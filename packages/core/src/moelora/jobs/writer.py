@@ -18,6 +18,9 @@ _REFUSED_ENDINGS = (".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zi
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
 class RowSink(Protocol):
     """Where finished lines go. Leaving its context cleanly finishes the output; leaving it by an error discards it."""
 
@@ -163,8 +166,8 @@ def finite_row(row: dict[str, Any], *, where: str = "") -> dict[str, Any]:
 
 
 def encode_row(row: dict[str, Any]) -> bytes:
-    """One line of JSON in UTF-8, with its end. All numbers must be finite."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    """One line of JSON in UTF-8, with its end. Raises `ValueError` for a number that is not finite."""
+    text = _ENCODER.encode(row)
     for character, escaped in _LINE_ENDS.items():
         text = text.replace(character, escaped)
     return text.encode("utf-8") + b"\n"
