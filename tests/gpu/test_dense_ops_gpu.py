@@ -10,7 +10,7 @@ from moelora.backends import get_backend
 from moelora.backends.base import DenseSlots
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase
-from moelora_kernels import backends
+from moelora_kernels import tiled
 from moelora_kernels.ops.dense_lora import (
     dense_lora,
     embedding_lora,
@@ -170,7 +170,7 @@ def test_projections_of_a_large_batch(lies, name):
         weights = list(torch.cat(weights).split(widths))
     x_TK = draw(sum(lengths), HIDDEN, dtype=torch.bfloat16, seed=1)
     meta = backend.prepare_batch(packed(lengths, slots), phase=Phase.PREFILL)
-    assert x_TK.shape[0] >= backends.RIDE_ROWS
+    assert x_TK.shape[0] >= tiled.RIDE_ROWS
     outs = backend.projections(x_TK, weights, [None] * 3, banks, meta)
     for out, weight, one in zip(outs, weights, banks, strict=True):
         want = naive_lora_gemm(x_TK, weight, None, one, meta.token_slot_T)

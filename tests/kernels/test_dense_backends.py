@@ -13,8 +13,7 @@ from moelora.backends.base import PhaseError
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
 from moelora.types import PackedBatch, Phase
-from moelora_kernels import backends
-from moelora_kernels.backends import _TiledBackend
+from moelora_kernels import tiled
 from moelora_kernels.ops.dense_lora import naive_dense_lora, naive_embedding_lora
 from moelora_kernels.ops.lora_gemm import naive_lora_gemm
 
@@ -191,10 +190,10 @@ def test_no_adapters_at_all(name):
 def test_projections(name, bucket, rides, monkeypatch):
     """Base products and LoRA, added or in one: as on a GPU, where large batches ride."""
     if rides:
-        monkeypatch.setattr(backends, "RIDE_ROWS", 1)
-        monkeypatch.setattr(backends, "RIDE_WIDTH", 1)
-        monkeypatch.setattr(backends, "bulk_copies", lambda *matrices: True)
-        monkeypatch.setattr(_TiledBackend, "fused_linear", None)
+        monkeypatch.setattr(tiled, "RIDE_ROWS", 1)
+        monkeypatch.setattr(tiled, "RIDE_WIDTH", 1)
+        monkeypatch.setattr(tiled, "bulk_copies", lambda *matrices: True)
+        monkeypatch.setattr(tiled.TiledBackend, "fused_linear", None)
     backend = make_backend(name)
     banks = [make_bank([3, 20, 0], 24, n, seed=n, dtype=torch.bfloat16, device=str(DEVICE)) for n in (20, 9)]
     weights = [randn(n, 24, seed=n + 1, dtype=torch.bfloat16, device=str(DEVICE)) for n in (20, 9)]
