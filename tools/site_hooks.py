@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
-from typing import Any
 
 import click
 
@@ -15,17 +13,6 @@ from moelora_cli.main import cli
 COMMANDS = "<!-- commands -->"
 PLOT = re.compile(r"<!-- plot -->\n(\|.*\n\|[-|: ]+\n(?:\|.*\n)+)")
 COLOURS = ("--plot-a", "--plot-b", "--plot-c", "--plot-d")
-GENERATED = (("Guide", "adapters.md", "Support matrix", "support.md"),)
-"""Section, the page before it, title and file of each page that a command writes."""
-
-
-def on_config(config: Any) -> None:
-    """Called with the site's settings: puts generated pages into the navigation, where they have been made."""
-    for section, after, title, page in GENERATED:
-        (pages,) = (entry[section] for entry in config["nav"] if section in entry)
-        if (Path(config["docs_dir"]) / page).exists() and {title: page} not in pages:
-            place = next(i for i, entry in enumerate(pages) if after in entry.values())
-            pages.insert(place + 1, {title: page})
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

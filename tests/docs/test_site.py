@@ -3,7 +3,7 @@
 import click
 import pytest
 from check_site import Loads, outside_urls
-from site_hooks import command_reference, number, on_config, on_page_markdown, plot_of
+from site_hooks import command_reference, number, on_page_markdown, plot_of
 
 from moelora_cli.main import cli
 
@@ -72,14 +72,3 @@ def test_links_and_own_files_are_no_requests():
     assert loads.outside == []
     assert outside_urls("a { background: url(x.png) } @import 'y.css';") == []
     assert outside_urls('@import "https://example/y.css";') == ["https://example/y.css"]
-
-
-def test_a_generated_page_joins_the_navigation_once_it_is_there(tmp_path):
-    nav = [{"Home": "index.md"}, {"Guide": [{"Adapter formats": "adapters.md"}, {"Graphs": "graphs.md"}]}]
-    config = {"nav": nav, "docs_dir": str(tmp_path)}
-    on_config(config)
-    assert len(nav[1]["Guide"]) == 2
-    (tmp_path / "support.md").write_text("# Support")
-    on_config(config)
-    on_config(config)
-    assert nav[1]["Guide"][1:] == [{"Support matrix": "support.md"}, {"Graphs": "graphs.md"}]
