@@ -78,7 +78,7 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
-        (gzip.compress(b"{}\n"), "gzip"),
+        (gzip.compress(b"{}\n", mtime=0), "gzip"),
         (b"PAR1....", "Parquet"),
         ('{"prompt": "x"}\n'.encode("utf-16"), "UTF-16"),
         (b"PK\x03\x04..", "archive"),
