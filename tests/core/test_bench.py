@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,13 @@ class TestParts:
     def test_kernels_by_name(self, kernel, part):
         assert part_of(kernel) == part
         assert part in PARTS
+
+    def test_every_kernel_of_ours_has_a_part(self):
+        source = "\n".join(p.read_text() for p in (ROOT / "packages" / "kernels" / "src").rglob("*.py"))
+        kernels = re.findall(r"@triton\.jit\ndef (\w+)", source)
+        launched = [name for name in kernels if re.search(rf"\b{name}\[", source)]
+        assert len(launched) > 12
+        assert [name for name in launched if part_of(name) == "other"] == []
 
     def test_busy_time_counts_overlaps_once_and_parts_count_each(self):
         runs = [
@@ -299,6 +307,23 @@ class TestRun:
         both = dataclasses.replace(report, measurements=[eager, graph])
         assert both.graph_gain(graph) == pytest.approx(2)
         assert both.graph_gain(eager) is None
+
+
+def test_a_setting_without_memory_is_noted_and_the_others_go_on(monkeypatch):
+    real = PrefillEngine.__init__
+
+    def limited(self, *args, adapters, **kwargs):
+        if len(adapters) == 2:
+            raise torch.OutOfMemoryError
+        real(self, *args, adapters=adapters, **kwargs)
+
+    monkeypatch.setattr(PrefillEngine, "__init__", limited)
+    bench = BenchOptions(
+        workloads=(WORKLOADS["W4"].scaled(tokens=0.02),), adapters=(2, 1), ranks=(2,), repeat=1, tasks=(Task.SCORING,)
+    )
+    found = run_bench(TINY, bench, EngineOptions(device="cpu", max_tokens=64))
+    assert found.notes == ["moelora auto, graph auto, 2 adapters of rank 2: out of device memory, left out"]
+    assert [(m.loaded, m.adapters) for m in found.measurements] == [(1, 0), (1, 1)]
 
 
 def find_scaled(one: Measurement) -> Workload:

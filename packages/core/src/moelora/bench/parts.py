@@ -23,7 +23,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("experts", r"topk|TopK|bitonicSort|radixSort|RadixSort|softmax|SoftMax|route"),
     ("attention", r"^attend|end_tiles|find_tiles|flash|fmha|[Aa]ttention"),
     ("small", r"rms_norm|rotary|gated_activation|layer_norm"),
-    ("dense", r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce"),
+    ("dense", r"projections|gemm|nvjet|cutlass|xmma|cublas|splitKreduce"),
     ("copies", r"^Mem(cpy|set)"),
     ("small", r"elementwise|vectorized|reduce_kernel|index|gather|scatter|CatArray|copy"),
 )

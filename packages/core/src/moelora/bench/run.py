@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,17 +132,26 @@ class _Bench:
         for backend in self._bench.backends:
             for graph in self._bench.graphs:
                 for count, rank in self._adapter_settings():
-                    self._time_engine(report, backend, graph, count, rank)
-                    _free_memory(self._device)
+                    what = f"moelora {backend}, graph {graph}, {count} adapters of rank {rank}"
+                    self._attempt(report, what, partial(self._time_engine, report, backend, graph, count, rank))
         if self._bench.peer:
             for count, rank in self._adapter_settings():
-                self._time_peer(report, count, rank)
-                _free_memory(self._device)
+                what = f"transformers, {count} adapters of rank {rank}"
+                self._attempt(report, what, partial(self._time_peer, report, count, rank))
         return report
 
     def _adapter_settings(self) -> list[tuple[int, int]]:
         """Numbers of adapters and their ranks; without adapters there is but one."""
         return list(dict.fromkeys((n, r if n else 0) for r in self._bench.ranks for n in self._bench.adapters))
+
+    def _attempt(self, report: BenchReport, what: str, work: Callable[[], None]) -> None:
+        """Does `work`, or notes that there was no memory for it; either way the memory is free afterwards."""
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            report.notes.append(f"{what}: out of device memory, left out")
+            self._say(report.notes[-1])
+        _free_memory(self._device)
 
     def _time_engine(self, report: BenchReport, backend: str, graph: GraphMode, count: int, rank: int) -> None:
         adapters = self._adapters(count, rank)
@@ -179,12 +189,6 @@ class _Bench:
 
     def _time_peer(self, report: BenchReport, count: int, rank: int) -> None:
         self._say(f"loading transformers{' with PEFT' if count else ''}")
-        try:
-            self._time_peer_if_it_fits(report, count, rank)
-        except torch.OutOfMemoryError:
-            report.notes.append(f"transformers ran out of device memory with an adapter of rank {rank}")
-
-    def _time_peer_if_it_fits(self, report: BenchReport, count: int, rank: int) -> None:
         began = time.perf_counter()
         peer = TransformersPeer(
             self._source,
