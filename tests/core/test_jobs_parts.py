@@ -129,6 +129,25 @@ def test_a_missing_part_is_named(tmp_path):
         list(merge_lines(tmp_path))
 
 
+def test_a_part_that_was_cut_or_changed_is_scored_again(whole, tmp_path):
+    """At every place of its last line, in the header, and in the middle."""
+    run(tmp_path, CountingEngine())
+    path = tmp_path / "part-00000002.jsonl"
+    sound = path.read_bytes()
+    last = sound.rindex(b"\n", 0, -1) + 1
+    damaged = [sound[:end] for end in (*range(last, len(sound)), 0, 10, sound.index(b"\n") + 1)]
+    damaged += [sound.replace(b'"error": null', b'"error": nill', 1), sound + b"{}\n", b"[]\n" + sound]
+    for content in damaged:
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"part-00000002.jsonl is damaged"):
+            list(merge_lines(tmp_path))
+        engine = CountingEngine()
+        run(tmp_path, engine)
+        assert b"".join(merge_lines(tmp_path)) == whole[0]
+        assert path.read_bytes() == sound
+        assert 0 < len(engine.scored) <= REQUESTS
+
+
 def begun(folder: Path, fingerprint=PRINT, **shard) -> PartStore:
     store = PartStore(folder, **shard)
     store.begin(fingerprint)

@@ -12,7 +12,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,10 @@ _MANIFEST_LOCK = "lock-manifest"
 """Held for a moment by whoever reads or writes the manifest."""
 _PART = re.compile(r"part-(\d{8})\.jsonl")
 _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
+
+
+class DamagedPartError(ConfigError):
+    """A part that is not as it was written: cut off, or changed."""
 
 
 class PartStore:
@@ -57,6 +62,7 @@ class PartStore:
         self._shards = shards
         self._overwrite = overwrite
         self._worker = worker
+        self._sound: set[int] = set()
         self._locks: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if not worker:  # whoever started the workers holds the folder
@@ -140,12 +146,28 @@ class PartStore:
             yield True
 
     def has(self, window: int) -> bool:
-        """Whether the part of a window is finished."""
-        return self._path(window).exists()
+        """Whether the part of a window is finished, and whole. One that is not whole is removed."""
+        path = self._path(window)
+        if window in self._sound:
+            return True
+        try:
+            for _ in _part_lines(path):
+                pass
+        except FileNotFoundError:
+            return False
+        except DamagedPartError:
+            path.unlink(missing_ok=True)
+            return False
+        self._sound.add(window)
+        return True
 
-    def open_part(self, window: int) -> AtomicFile:
-        """A file for the part of `window`. Its first line must be the header, an object that holds `stats`."""
-        return AtomicFile(self._path(window))
+    def write_part(self, window: int, stats: JobStats, lines: Sequence[bytes]) -> None:
+        """Writes the part of `window`: a line with what was counted and what the rest must be, then the lines."""
+        header = {"window": window, "stats": stats.to_json(), **_body_facts(lines)}
+        with AtomicFile(self._path(window)) as file:
+            file.write(json.dumps(header).encode() + b"\n")
+            for line in lines:
+                file.write(line)
 
     def stats(self, window: int) -> JobStats:
         """What was counted for a finished part."""
@@ -230,6 +252,32 @@ def _read_stats(part: Path) -> JobStats:
         return JobStats.from_json(json.loads(file.readline())["stats"])
 
 
+def _body_facts(lines: Iterable[bytes]) -> dict[str, int]:
+    """What tells whether lines are all there as they were written."""
+    size = check = 0
+    for line in lines:
+        size += len(line)
+        check = zlib.crc32(line, check)
+    return {"bytes": size, "crc32": check}
+
+
+def _part_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a part behind its header. Raises `DamagedPartError`, at their end, if they are not as written."""
+    size = check = 0
+    with path.open("rb") as file:
+        try:
+            header = json.loads(file.readline())
+            expected = (header["bytes"], header["crc32"])
+        except (ValueError, TypeError, KeyError):
+            expected = (-1, -1)
+        for line in file:
+            size += len(line)
+            check = zlib.crc32(line, check)
+            yield line
+    if (size, check) != expected:
+        raise DamagedPartError(f"{path} is damaged; remove it and run its shard again")
+
+
 def merge_lines(folder: Path) -> Iterator[bytes]:
     """The lines of all shards in the order of the input. Raises `ConfigError` naming what is missing."""
     if not (folder / _MANIFEST).is_file():
@@ -253,9 +301,7 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
 
 def _all_lines(folder: Path, count: int) -> Iterator[bytes]:
     for window in range(count):
-        with (folder / f"part-{window:08}.jsonl").open("rb") as file:
-            file.readline()
-            yield from file
+        yield from _part_lines(folder / f"part-{window:08}.jsonl")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

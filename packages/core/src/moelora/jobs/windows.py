@@ -13,7 +13,7 @@ from typing import Any
 from moelora.jobs.parts import PartStore
 from moelora.jobs.rows import Row
 from moelora.jobs.run import PrefillJob
-from moelora.jobs.writer import RowSink, encode_row
+from moelora.jobs.writer import RowSink
 
 _REQUESTS = 4096
 """Requests of one window: some seconds of work on a fast GPU, which is what a crash can cost."""
@@ -79,10 +79,7 @@ def _score_window(job: PrefillJob, number: int, window: list[Row], store: PartSt
     lines = _Lines()
     before = copy.deepcopy(job.stats)
     job.run(window, lines)
-    with store.open_part(number) as part:
-        part.write(encode_row({"window": number, "stats": job.stats.since(before).to_json()}))
-        for line in lines.held:
-            part.write(line)
+    store.write_part(number, job.stats.since(before), lines.held)
 
 
 class _Lines(RowSink):
