@@ -178,8 +178,8 @@ def test_the_page_stands_alone_and_shows_what_was_counted():
     text = page(engine, tally, [[0.0, 0], [1.0, 30], [2.0, 60]])
     seen = Elements()
     seen.feed(text)
-    assert not {"script", "link", "img", "iframe"} & set(seen.tags)
-    assert seen.addresses == []
+    assert not {"script", "img", "iframe"} & set(seen.tags)
+    assert seen.addresses == ["data:,"]  # an empty icon, or browsers ask for one
     assert "url(" not in text
     assert "http" not in text
     assert "<script>alert" not in text

@@ -59,6 +59,7 @@ def render_page(report: Mapping[str, Any], tally: ScoreTally) -> bytes:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'  # or browsers ask the host for one
         f"<title>moelora: {escape(str(model))}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(filter(None, parts))
         + "\n</body></html>\n"
