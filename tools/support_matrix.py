@@ -30,6 +30,7 @@ from moelora.models.attention import BIASED, EAGER, MASKED  # noqa: E402
 from moelora.models.catalogue import build_catalogue  # noqa: E402
 from moelora.models.decoder import decoder_of  # noqa: E402
 from moelora.models.probe import probe  # noqa: E402
+from moelora.models.quantized import METHODS  # noqa: E402
 
 PAGE = ROOT / "docs" / "support.md"
 DENSE = (
@@ -107,15 +108,14 @@ def page() -> str:
             "What only images, sound and video go through is not kept in memory. Keys of adapters may carry",
             "`language_model.` or not; an adapter on an encoder of another modality is refused.\n",
             "## Quantised checkpoints\n",
+            "The report of a run says what is on disk and what is held in its place.\n",
             "| method | what happens |",
             "|---|---|",
-            *(f"| {method} | {what} |" for method, what in QUANTISED),
+            *(f"| `{method}` | {what}: dequantised at load |" for method, what in METHODS.items()),
+            "| any other | refused by name |",
             "",
         ]
     )
-
-
-QUANTISED: tuple[tuple[str, str], ...] = (("any", "refused by name: dequantise it first"),)
 
 
 def _tiny(name: str) -> Any:

@@ -194,7 +194,7 @@ def test_only_a_pickle_is_refused(folder):
     ("change", "said"),
     [
         ({"model_type": "no_such_thing"}, "not understood"),
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'"),
     ],
 )
 def test_configs_that_cannot_run(folder, change, said):

@@ -96,7 +96,9 @@ def checkpoint_facts(model: str) -> dict[str, Any]:
         "refused": [],
     }
     try:
-        architecture = open_base(model, load_format="dummy").architecture
+        source = open_base(model, load_format="dummy")
+        architecture = source.architecture
+        facts["quantised"] = f"{source.quantisation.method}, dequantised at load" if source.quantisation else None
         facts["packs_requests"] = architecture.packs or architecture.reason
         facts["called_once_per_request"] = list(architecture.looped)
         facts["attention_function"] = architecture.attention

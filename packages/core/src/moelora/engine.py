@@ -104,6 +104,9 @@ class PrefillEngine:
         meter = self._meter = DeviceMeter(self._device)
         say(f"loading base model {model}")
         self._base = meter.kept("base", lambda: load_base(source, device=self._device, dtype=options.dtype))
+        self._quantised = source.quantisation.told(source.files, self._base.nbytes) if source.quantisation else None
+        if self._quantised:
+            say(self._quantised)
         # Asked for every request, and transformers' configs answer slowly.
         self._vocab_size: int = self._base.text_config.vocab_size
         self._max_positions: int | None = getattr(self._base.text_config, "max_position_embeddings", None)
@@ -274,6 +277,7 @@ class PrefillEngine:
             "architecture": self._base.architecture.model_type,
             "packed": self._base.architecture.packs,
             "packing_reason": self._base.architecture.reason,
+            "quantised": self._quantised,
             "device": str(self._device),
             "dtype": str(self._base.dtype).removeprefix("torch."),
             "backend": self._backend.capabilities.name,

@@ -22,6 +22,13 @@ from moelora.models.context import row_of
 from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
 from moelora.models.mixers import install_loops
+from moelora.models.quantized import (
+    Quantisation,
+    check_scales,
+    is_quantised_tensor,
+    read_quantisation,
+    whole_blocks,
+)
 from moelora.models.unregistered import adopt_experts
 from moelora.models.verdicts import find_verdict
 
@@ -37,7 +44,7 @@ _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm)\.")
 class BaseSource:
     """A base model before its weights are read: its folder, config, transformers class, and checked weight files.
 
-    files is None for dummy weights.
+    files is None for dummy weights. quantisation: how the files hold them; None if they are plain.
     """
 
     folder: Path
@@ -45,14 +52,17 @@ class BaseSource:
     architecture: Architecture
     model_class: Any
     files: CheckpointFiles | None
+    quantisation: Quantisation | None = None
 
     def skeleton(self) -> torch.nn.Module:
         """The model without weights, on the meta device: enough to know what an adapter can target."""
         return _skeleton(self.model_class, self.config, self.folder)
 
     def stored_tensor(self, name: str) -> torch.Tensor | None:
-        """The checkpoint's own tensor of that name, in its own dtype; None if no tensor has that name."""
+        """The checkpoint's own plain tensor of that name, in its own dtype; None if there is none."""
         if self.files is None:
+            return None
+        if is_quantised_tensor(name, self.files):
             return None
         if name in self.files.tensors:
             return self.files.read(name)
@@ -107,14 +117,19 @@ def open_base(model: str | Path, *, load_format: str = "auto") -> BaseSource:
     """
     folder = find_model_folder(model)
     config = read_config(folder)
+    quantisation = read_quantisation(config, folder)
     model_class, config = _class_and_config(config, folder)
     architecture = find_verdict(model_class, config, lambda: decoder_of(_skeleton(model_class, config, folder)))
+    files = None if load_format == "dummy" else check_checkpoint(folder)
+    if files is not None and quantisation is not None:
+        check_scales(files)
     return BaseSource(
         folder=folder,
         config=config,
         architecture=architecture,
         model_class=model_class,
-        files=None if load_format == "dummy" else check_checkpoint(folder),
+        files=files,
+        quantisation=quantisation,
     )
 
 
@@ -190,12 +205,7 @@ def read_config(folder: Path) -> Any:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     except Exception as error:
         raise CheckpointError(f"{path} is not understood by transformers: {_first_line(error)}") from None
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise CheckpointError(
-            f"{folder} is quantised ({method}); moelora runs float16, bfloat16 and float32: dequantise it first"
-        )
+    read_quantisation(config, folder)  # refuses some
     return config
 
 
@@ -242,7 +252,10 @@ def _class_and_config(config: Any, folder: Path) -> tuple[Any, Any]:
             f"{folder}: transformers has no causal language model for model_type {config.model_type!r}"
         )
     if found.config_class is not type(config) and found.config_class is type(config.get_text_config()):
-        return found, config.get_text_config()
+        text = config.get_text_config()
+        if getattr(config, "quantization_config", None):
+            text.quantization_config = config.quantization_config
+        return found, text
     return found, config
 
 
@@ -253,7 +266,7 @@ def _load_weights(
     folder, config = source.folder, source.config
     if files.has_index:
         config.transformers_weights = INDEX  # else a stray model.safetensors beside the index would win
-    with _Quiet():
+    with _Quiet(), whole_blocks(source.quantisation):
         try:
             causal_lm, info = source.model_class.from_pretrained(
                 folder,
