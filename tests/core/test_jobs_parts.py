@@ -14,6 +14,7 @@ from moelora.jobs.fingerprint import changed, run_fingerprint
 from moelora.jobs.parts import PartStore, merge_lines, parse_shard
 from moelora.jobs.rows import parse_rows
 from moelora.jobs.run import JobOptions, PrefillJob
+from moelora.jobs.stats import JobStats
 from moelora.jobs.text import TextEncoder
 from moelora.jobs.windows import run_into_parts, window_requests, windows
 
@@ -231,6 +232,25 @@ def test_a_folder_in_which_nothing_was_finished_goes(tmp_path):
     with begun(tmp_path / "z", shard=0, shards=2):
         pass
     assert (tmp_path / "z" / "manifest.json").exists(), "another shard may be at work on it"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_is_not_ours_is_left_alone(tmp_path, shards):
+    """A folder that somebody keeps other things in, given as the output of shards, or by an unlucky name."""
+    others = ["thesis.tex", "part-1.jsonl", "end.json", "lock-picking.txt", ".hidden", "manifest.json.bak"]
+    (tmp_path / "sub").mkdir()
+    for name in (*others, "sub/part-00000000.jsonl"):
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "part-00000001.jsonl").write_text("left by nobody")
+    for fingerprint in (PRINT, {"input": "b"}):
+        with begun(tmp_path, fingerprint, shards=shards, overwrite=True) as store:
+            assert store.finished() == 0
+            store.write_part(0, JobStats(), [b"{}\n"])
+    with begun(tmp_path, {"input": "b"}, shards=shards) as store:
+        store.discard()
+    for name in (*others, "sub/part-00000000.jsonl"):
+        assert (tmp_path / name).read_text() == "precious"
+    assert {p.name for p in tmp_path.iterdir()} == {*others, "sub"}
 
 
 def test_a_file_system_without_locks_is_said_to_be_one(tmp_path, monkeypatch):

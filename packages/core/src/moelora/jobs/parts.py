@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +30,10 @@ _MANIFEST = "manifest.json"
 _MANIFEST_LOCK = "lock-manifest"
 """Held for a moment by whoever reads or writes the manifest."""
 _PART = re.compile(r"part-(\d{8})\.jsonl")
+_OWN = re.compile(
+    r"\.?(part-\d{8}\.jsonl|manifest\.json|agreed-[a-z-]+\.json|end-\d+-of-\d+\.json)(\.[0-9a-f]{8}\.tmp)?"
+)
+_LOCKED = re.compile(r"lock-run|lock-manifest|lock-\d+-of-\d+|claim-\d{8}")
 _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
 
 
@@ -183,8 +186,13 @@ class PartStore:
 
     def discard(self) -> None:
         """Removes the folder, once its lines stand elsewhere."""
+        clear_parts(self.folder)
+        for path in self.folder.iterdir():
+            if _LOCKED.fullmatch(path.name):
+                path.unlink(missing_ok=True)
         self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # something of somebody else's is in it
+            self.folder.rmdir()
 
     def close(self) -> None:
         """Lets go of the locks."""
@@ -228,10 +236,10 @@ def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what an earlier run left in `folder`; files that processes hold locks on stay."""
-    for stale in folder.iterdir():
-        if not stale.name.startswith(("lock-", "claim-")):
-            stale.unlink()
+    """Removes what an earlier run left in `folder`. Files that processes lock stay, and all that is not ours."""
+    for path in folder.iterdir():
+        if _OWN.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def count_parts(folder: Path) -> int:
