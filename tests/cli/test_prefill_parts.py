@@ -99,8 +99,11 @@ def test_two_workers_write_what_one_writes(command: Command):
     command.input.write_text(command.input.read_text() + "no json\n")
     assert command("--quiet").code == 3
     report = command.folder / "report.json"
-    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
-               "--report", report, cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2"]
+    (command.folder / "two.jsonl").write_text("old")
+    done = run(*arguments, cwd=command.folder, env=ENVIRONMENT)
+    assert (done.returncode, "two.jsonl exists" in done.stderr) == (2, True)
+    done = run(*arguments, "--report", report, "--overwrite", cwd=command.folder, env=ENVIRONMENT)
     assert done.returncode == 3, done.stderr
     assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
     assert command.files() == {"in.jsonl", "out.jsonl", "report.json", "two.jsonl"}

@@ -253,7 +253,9 @@ def _check_files(options: dict[str, Any]) -> None:
                 check_folder(path)
                 continue
             # Reports are made anew by each run; only results are kept from being replaced by accident.
-            check_output(path, overwrite=options["overwrite"] or option != "output", what=name)
+            # A worker writes parts alone, and its parent has checked.
+            may_exist = options["overwrite"] or option != "output" or options["worker"] is not None
+            check_output(path, overwrite=may_exist, what=name)
 
 
 def _in_parts(options: dict[str, Any]) -> bool:
