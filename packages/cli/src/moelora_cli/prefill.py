@@ -198,13 +198,16 @@ def _read_rows(source: str) -> Iterator[Row]:
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
     from moelora.engine import PrefillEngine
-    from moelora.environment import free_host_memory
+    from moelora.environment import device_of_place, free_host_memory
+    from moelora.jobs.parts import local_place
 
     chosen = engine_options_of(options)
-    worker = worker_facts(options)
-    if worker is not None:  # the workers of a machine share its memory
-        free = free_host_memory()
-        chosen = replace(chosen, host_bytes=None if free is None else free // (2 * worker["workers"]))
+    worker, place = worker_facts(options), local_place() if options["shard"] is not None else None
+    sharing = worker["workers"] if worker is not None else place[1] if place is not None else 1
+    if sharing > 1 and (free := free_host_memory()) is not None:
+        chosen = replace(chosen, host_bytes=free // (2 * sharing))
+    if place is not None and chosen.device == "auto":  # else all shards of a machine would crowd its first GPU
+        chosen = replace(chosen, device=device_of_place(place[0]))
     return PrefillEngine(options["model"], adapters=adapters, options=chosen, on_event=progress.event)
 
 

@@ -35,6 +35,12 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+def device_of_place(number: int) -> str:
+    """The device for the process of that number on a machine: a GPU of its own where it sees enough of them."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{number}" if number < count else "auto"
+
+
 def free_host_memory(root: Path = Path("/")) -> int | None:
     """Bytes that processes may still take: what the system has, or less where a container (cgroup) is limited.
 

@@ -344,3 +344,12 @@ def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -
     if match is None or int(match[1]) >= int(match[2]):
         raise ConfigError(f"--shard {text!r} is not I/N with 0 ≤ I < N, for example 0/4")
     return int(match[1]), int(match[2])
+
+
+def local_place(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """This process's number among those of its machine, and how many they are, as torchrun or Slurm say; else None."""
+    for rank, size in (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")):
+        found = environment.get(rank, ""), environment.get(size, "")
+        if all(value.isdecimal() for value in found) and int(found[0]) < int(found[1]):
+            return int(found[0]), int(found[1])
+    return None
