@@ -183,7 +183,7 @@ def test_activations_are_what_a_forward_holds(world):
 def test_the_meter_knows_nothing_off_cuda(world):
     meter = DeviceMeter(CPU)
     assert meter.kept("base", lambda: 5) == meter.held("x", lambda: 5) == 5
-    meter.graph_pools("graphs")
+    assert meter.pooled("graphs", lambda: 6) == 6
     assert (meter.parts, meter.highest()) == ({}, None)
 
 

@@ -126,8 +126,7 @@ class PrefillEngine:
         if self._device.type == "cuda":
             runner = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
             measure_largest_batch(meter, runner, self._head, self._capacity, self._max_positions, say)
-        self._selection = self._select_runner(say)
-        meter.graph_pools("graphs")
+        self._selection = meter.pooled("graphs", lambda: self._select_runner(say))
         self._runner = self._selection.runner
         self._pipeline = BatchPipeline(
             self._runner, self._head, self._residency, device=self._device, lock=self._lock, say=say

@@ -47,12 +47,12 @@ class DeviceMeter:
             self._note(name, max(torch.cuda.max_memory_allocated(self._device) - before, self.parts.get(name, 0)))
         return result
 
-    def graph_pools(self, name: str) -> None:
-        """Notes what graphs keep to themselves."""
-        if self._device is not None:
-            index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-            segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == index]
-            self._note(name, sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0)))
+    def pooled(self, name: str, step: Callable[[], T]) -> T:
+        """Runs `step`, whose result this returns; notes by how much the memory grew that graphs keep to themselves."""
+        before = self._graph_pools()
+        result = step()
+        self._note(name, self._graph_pools() - before)
+        return result
 
     def highest(self) -> int | None:
         """The most that was allocated since construction; None where that is not known."""
@@ -60,6 +60,13 @@ class DeviceMeter:
 
     def _allocated(self) -> int:
         return 0 if self._device is None else torch.cuda.memory_allocated(self._device)
+
+    def _graph_pools(self) -> int:
+        if self._device is None:
+            return 0
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        segments = [one for one in torch.cuda.memory_snapshot() if one["device"] == index]
+        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
     def _note(self, name: str, nbytes: int) -> None:
         if self._device is not None:
