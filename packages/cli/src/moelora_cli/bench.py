@@ -77,10 +77,10 @@ _QUICK_REPEAT = 2
 @click.option("--layers", type=POSITIVE, help="Cut the model to so many layers; needs --load-format dummy.")
 @click.option(
     "--scale",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    type=click.FloatRange(min=0, max=1000, min_open=True),
     default=1.0,
     show_default=True,
-    help="Fewer and shorter prompts by this factor.",
+    help="Fewer and shorter prompts by this factor; above 1, more of them.",
 )
 @click.option("--quick", is_flag=True, help="An eighth of the prompts, two timed calls, no profile.")
 @click.option("--no-profile", is_flag=True, help="Leave out the time by part, which needs one more call each.")
@@ -170,7 +170,8 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     chosen = [find_workload(name) for name in options["workloads"]] or list(WORKLOADS.values())
     return BenchOptions(
         workloads=tuple(
-            one.scaled(prompts=options["scale"] * (_QUICK if quick else 1), tokens=options["scale"]) for one in chosen
+            one.scaled(prompts=options["scale"] * (_QUICK if quick else 1), tokens=min(options["scale"], 1.0))
+            for one in chosen
         ),
         tasks=tuple(Task(name) for name in options["tasks"]) or tuple(Task),
         backends=options["backends"],
