@@ -1,8 +1,10 @@
 """`moelora.bench`: floors against arithmetic by hand, kernels by part, dummy adapters, and a whole benchmark."""
 
+import gc
 import json
 import math
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -324,6 +326,25 @@ def test_a_setting_without_memory_is_noted_and_the_others_go_on(monkeypatch):
     found = run_bench(TINY, bench, EngineOptions(device="cpu", max_tokens=64))
     assert found.notes == ["moelora auto, graph auto, 2 adapters of rank 2: out of device memory, left out"]
     assert [(m.loaded, m.adapters) for m in found.measurements] == [(1, 0), (1, 1)]
+
+
+def test_engines_are_let_go_of_though_objects_are_frozen(monkeypatch):
+    """On a GPU what lives when an engine is ready is kept from the collector, and must be handed back to it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    made = []
+    real = PrefillEngine.__init__
+
+    def noted(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        made.append(weakref.ref(self._base.causal_lm))
+
+    monkeypatch.setattr(PrefillEngine, "__init__", noted)
+    bench = BenchOptions(
+        workloads=(WORKLOADS["W4"].scaled(tokens=0.02),), adapters=(0, 1), ranks=(2,), repeat=1, tasks=(Task.SCORING,)
+    )
+    run_bench(TINY, bench, EngineOptions(device="cpu", max_tokens=64))
+    assert [ref() for ref in made] == [None, None]
+    assert gc.get_freeze_count() == 0
 
 
 def find_scaled(one: Measurement) -> Workload:

@@ -198,7 +198,7 @@ def _read_rows(source: str) -> Iterator[Row]:
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
     from moelora.engine import PrefillEngine
-    from moelora.environment import device_of_place, free_host_memory
+    from moelora.environment import device_of_place, free_host_memory, freeze_objects
     from moelora.jobs.parts import local_place
 
     chosen = engine_options_of(options)
@@ -208,7 +208,9 @@ def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: P
         chosen = replace(chosen, host_bytes=free // (2 * sharing))
     if place is not None and chosen.device == "auto":  # else all shards of a machine would crowd its first GPU
         chosen = replace(chosen, device=device_of_place(place[0]))
-    return PrefillEngine(options["model"], adapters=adapters, options=chosen, on_event=progress.event)
+    engine = PrefillEngine(options["model"], adapters=adapters, options=chosen, on_event=progress.event)
+    freeze_objects()
+    return engine
 
 
 def _dry_run(

@@ -26,7 +26,7 @@ from moelora.bench.report import OWN, BenchReport, Setup
 from moelora.bench.workloads import Task, Workload
 from moelora.capacity import bucket_for, default_buckets
 from moelora.engine import PrefillEngine
-from moelora.environment import resolve_device
+from moelora.environment import freeze_objects, resolve_device
 from moelora.errors import ConfigError
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
@@ -162,6 +162,7 @@ class _Bench:
         began = time.perf_counter()
         engine = PrefillEngine(self._model, adapters=adapters, options=options, on_event=self._say)
         setup_s = time.perf_counter() - began
+        freeze_objects()
         facts = engine.report()
         setup = Setup(
             engine=OWN,
@@ -285,6 +286,7 @@ def _distinct_bytes(adapters: dict[str, Adapter]) -> int:
 
 
 def _free_memory(device: torch.device) -> None:
+    gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
