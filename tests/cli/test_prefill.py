@@ -1,6 +1,7 @@
 """`moelora prefill` from the outside, with an engine that needs no model: files, exit codes, what is said where."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -67,6 +68,17 @@ def test_the_json_report_tells_tokens_by_second(command: Command):
     command("--report", "r.json")
     report = json.loads((command.folder / "r.json").read_text())
     assert report["timeline"]["points"][-1][1] == report["tokens"]
+
+
+def test_a_pipe_is_read_once(command: Command):
+    """As a shell hands it over for `--input <(zcat rows.gz)`."""
+    pipe = command.folder / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"cat in.jsonl > {pipe}"], cwd=command.folder):
+        assert command(input_=pipe).code == 0
+    assert [row["id"] for row in command.rows] == ["a", "b"]
+    assert "--devices needs files" in command("--devices", "cpu:2", input_=pipe, output="new.jsonl").stderr
+    assert "--shard needs a file" in command("--shard", "0/2", input_=pipe, output="new").stderr
 
 
 def test_report_and_metrics(command: Command):

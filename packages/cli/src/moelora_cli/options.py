@@ -210,6 +210,11 @@ def job_options_of(options: dict[str, Any], names: list[str]) -> JobOptions:
     return job_options
 
 
+def is_stream(source: str) -> bool:
+    """Whether an input can be read only once: standard input, a named pipe, what a shell puts in for `<(…)`."""
+    return source == "-" or (os.path.exists(source) and not os.path.isfile(source) and not os.path.isdir(source))
+
+
 @contextlib.contextmanager
 def stdout_for_results() -> Iterator[BinaryIO | None]:
     """Keeps standard output for results (None if it is closed): what libraries print goes to stderr meanwhile."""

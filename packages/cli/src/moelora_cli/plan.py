@@ -12,6 +12,7 @@ from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, Moelor
 from moelora_cli.options import (
     engine_options,
     engine_options_of,
+    is_stream,
     job_options_of,
     model_options,
     quiet_libraries,
@@ -54,7 +55,7 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     if stdout is None:
         raise ConfigError("standard output is closed, and nothing else would be written")
     shard = parse_shard(options["shard"])
-    if shard is not None and options["input_"] == "-":
+    if shard is not None and is_stream(options["input_"]):
         raise ConfigError("--shard needs a file as --input and a folder as --output")
     options["shard"] = shard
     check_devices(options)
@@ -82,7 +83,7 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         progress.begin()
         rows = parse_rows(lines)
         planned = total = 0
-        if options["input_"] == "-":
+        if is_stream(options["input_"]):
             job.run(rows, Discard())
         else:  # which is scored in windows, so that it can be resumed
             for number, window in windows(rows, window_requests(len(adapters), engine.slots), job.requests_of):

@@ -20,6 +20,7 @@ from moelora_cli.interrupts import interrupts, orphaned
 from moelora_cli.options import (
     engine_options,
     engine_options_of,
+    is_stream,
     job_options_of,
     model_options,
     quiet_libraries,
@@ -236,7 +237,7 @@ def _check_files(options: dict[str, Any]) -> None:
     """Refuses outputs that cannot be written and files given twice."""
     from moelora.jobs.writer import check_folder, check_output
 
-    if options["shard"] is not None and (options["output"] in (None, "-") or options["input_"] == "-"):
+    if options["shard"] is not None and (options["output"] in (None, "-") or is_stream(options["input_"])):
         raise ConfigError("--shard needs a file as --input and a folder as --output")
     if options["output"] is None and not options["dry_run"]:
         raise ConfigError("--output is missing; give a file, or - for standard output")
@@ -265,7 +266,7 @@ def _check_files(options: dict[str, Any]) -> None:
 
 def _in_parts(options: dict[str, Any]) -> bool:
     """Whether the run can be resumed: its input can be read again, and its output is a file or a folder."""
-    if options["input_"] == "-" or options["output"] == "-":
+    if is_stream(options["input_"]) or options["output"] == "-":
         return False
     return options["shard"] is not None or not os.path.exists(options["output"]) or os.path.isfile(options["output"])
 

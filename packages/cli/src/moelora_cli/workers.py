@@ -19,6 +19,7 @@ from typing import Any
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
+from moelora_cli.options import is_stream
 from moelora_cli.parts import open_parts, parts_are_safe, parts_folder, write_output
 from moelora_cli.progress import Progress
 
@@ -38,7 +39,7 @@ def check_devices(options: dict[str, Any]) -> None:
     if not re.fullmatch(r"all|cpu:[1-9]\d?|\d{1,3}(,\d{1,3})*", options["devices"]):
         raise ConfigError(f"--devices {options['devices']!r}: valid are all, GPU numbers like 0,1, or cpu:N")
     # A plan has no output.
-    if options["input_"] == "-" or options.get("output", "") in (None, "-"):
+    if is_stream(options["input_"]) or options.get("output", "") in (None, "-"):
         raise ConfigError("--devices needs files as --input and --output")
     if options["shard"] is not None or options["device"] != "auto":
         raise ConfigError("--devices cannot be combined with --shard or --device")
