@@ -23,9 +23,9 @@ def check_plot(path: str) -> None:
 
 
 def draw(report: BenchReport, path: str) -> None:
-    """Writes one panel per task, a group of bars per workload, a bar per setting, and the floor as a line above each.
+    """Writes one panel per task, a group of bars per workload, and a bar per setting.
 
-    Rates of different workloads share no axis range worth reading together, so bars are shares of the floor and carry
+    Rates of different workloads share no axis that is worth reading together, so bars are shares of the floor and carry
     their tokens per second as text.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -53,9 +53,11 @@ def _panel(
         places = [n + i * width for n, name in enumerate(workloads) if (setting, name) in measured]
         ones = [measured[setting, name] for name in workloads if (setting, name) in measured]
         bars = panel.bar(places, [100 * one.floor_share for one in ones], width, label=setting)
-        panel.bar_label(bars, [f"{one.tokens_per_second:,.0f}" for one in ones], fontsize="x-small", rotation=90)
+        panel.bar_label(
+            bars, [f"{one.tokens_per_second:,.0f}" for one in ones], fontsize="x-small", rotation=90, padding=3
+        )
     panel.set_xticks([n + 0.4 - width / 2 for n in range(len(workloads))], workloads)
-    panel.set_title(f"{task}: tokens per second", fontsize="medium")
+    panel.set_title(f"{task}: share of the floor, and tokens per second", fontsize="medium")
     panel.set_ylabel("% of the floor")
     panel.margins(y=0.3)
 

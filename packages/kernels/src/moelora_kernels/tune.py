@@ -28,9 +28,11 @@ TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 
 # Rows of a tile, and for each the columns and warps that fill the registers of a warp group sensibly.
 _TILES = {64: ((128, 4), (256, 4), (256, 8)), 128: ((128, 4), (128, 8), (256, 8))}
-_STAGES = (3, 4, 5)
-_GROUPS = (1, 2, 4, 8)
-_MOST_ERROR = 8e-3
+_STAGES = (3, 4)
+_GROUPS = (2, 4, 8)
+
+# Of bf16 products, relative: rounding of A x, h and the result gives up to 8e-3, a row without its adapter far more.
+_MOST_ERROR = 1.2e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
