@@ -45,7 +45,8 @@ def area_chart(series: Sequence[tuple[float, float]], *, mean: float, x_label: s
 
 def bar_chart(bars: Sequence[Bar]) -> str:
     """Horizontal bars with their labels on the left and their values behind them."""
-    left, step = 210, 26
+    step = 26
+    left = max([210, *(7 * len(bar.label) + 14 for bar in bars)])  # a letter is about 7 wide
     longest = max((bar.value for bar in bars), default=0) or 1
     parts = []
     for i, bar in enumerate(bars):
