@@ -10,7 +10,7 @@ import torch
 from moelora import AdapterError, EngineOptions, PrefillEngine, Request
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, Factors, Target, TargetKind
-from moelora.adapters.host import READ_AHEAD, HostAdapters, PinnedMemory
+from moelora.adapters.host import READ_AHEAD, HostAdapters, PinnedMemory, outline, pinned
 from moelora.adapters.residency import Residency
 from moelora.adapters.streams import InOrder, Streams
 from moelora.batching.planner import BatchLimits, plan
@@ -308,6 +308,16 @@ def test_pinned_memory_is_cut_from_blocks(monkeypatch):
         assert torch.equal(copy, tensor)
     assert 3600 in made
     assert set(made) == {3600, 4096}
+
+
+def test_only_what_lies_on_the_host_is_pinned():
+    adapter = make_adapter("x", 3)
+    memory = PinnedMemory(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    copied = pinned(adapter, memory)
+    assert copied.factors["q"].a is not adapter.factors["q"].a
+    assert torch.equal(copied.factors["q"].a, adapter.factors["q"].a)
+    elsewhere = outline(adapter)
+    assert pinned(elsewhere, memory).factors["q"].a is elsewhere.factors["q"].a
 
 
 def test_free_host_memory_heeds_containers(tmp_path):

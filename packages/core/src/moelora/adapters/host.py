@@ -148,8 +148,8 @@ def outline(adapter: Adapter) -> Adapter:
 
 
 def pinned(adapter: Adapter, memory: PinnedMemory) -> Adapter:
-    """The adapter copied into page-locked memory."""
-    return _map_tensors(adapter, memory.copy)
+    """The adapter copied into page-locked memory; what lies on a device already stays there."""
+    return _map_tensors(adapter, lambda tensor: memory.copy(tensor) if tensor.device.type == "cpu" else tensor)
 
 
 def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor]) -> Adapter:
