@@ -81,6 +81,7 @@ class FakeEngine:
         self.adapter_names = list(adapters or {})
         self.slots = options.slots or 8
         self.eager_buckets: list[int] = []
+        self.score_chunk_rows = 100
         self.options = options
         self.window = window
         self.seconds = float(os.environ.get("FAKE_ENGINE_SECONDS", "0"))

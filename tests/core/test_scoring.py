@@ -75,7 +75,7 @@ def rows(count, hidden, seed=0):
 def test_never_more_than_one_chunk_of_logits(wide):
     """8,192 rows at 152,064 entries: the logits alone would be 2.5 GB in bf16 and 5 GB in fp32."""
     head = ScoringHead(wide, get_backend("torch"))
-    chunk = head.chunk_rows() * WIDE * (2 + 4)
+    chunk = head.chunk_rows * WIDE * (2 + 4)
     with torch.inference_mode(), PeakBytes() as memory:
         scores = head.score(*rows(8192, 8), top_k=1)
     assert memory.peak < 1.1 * chunk + 8192 * 100

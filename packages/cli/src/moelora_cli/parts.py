@@ -63,8 +63,9 @@ def score_in_parts(
     from moelora.jobs.windows import run_into_parts, window_requests
 
     worker = options["worker"] is not None
-    # `--graph auto` measures anew in each process; the choice decides between kernels, and so about last bits.
+    # Measured, or taken from what is free, anew in each process; both decide between kernels, and so about last bits.
     engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
+    engine.score_chunk_rows = store.agree("score-chunk-rows", engine.score_chunk_rows)
     if store.finished() and not worker:
         progress.say(f"going on with {store.finished():,} finished parts in {store.folder}")
     try:

@@ -173,6 +173,15 @@ class PrefillEngine:
             self._runner.eager_buckets = frozenset(buckets)
 
     @property
+    def score_chunk_rows(self) -> int:
+        """Rows of logits held at once. As with `eager_buckets`, another number may change last bits."""
+        return self._head.chunk_rows
+
+    @score_chunk_rows.setter
+    def score_chunk_rows(self, rows: int) -> None:
+        self._head.chunk_rows = rows
+
+    @property
     def catalogue(self) -> Catalogue:
         """The modules of the base that adapters may target, with their shapes."""
         return self._catalogue
@@ -305,7 +314,7 @@ class PrefillEngine:
             "peak_device_bytes": self._meter.highest(),
             "memory": self._planned_memory.to_json(),
             "memory_measured": measured and {**measured, "needed": together(measured)},
-            "score_chunk_rows": self._head.chunk_rows(),
+            "score_chunk_rows": self.score_chunk_rows,
             "skipped_checkpoint_tensors": len(self._base.skipped),
             "versions": {name: found for name, found in versions(_REPORTED).items() if found is not None},
         }
@@ -362,7 +371,7 @@ class PrefillEngine:
         return ScoringHead(
             self._base,
             self._backend,
-            chunk_rows=self.options.score_chunk_rows,
+            chunk_rows=self._planned_memory.score_chunk_rows,
             slots=slots,
             replaced="lm_head" in self._bank.layout.replaced,
         )

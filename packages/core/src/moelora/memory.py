@@ -19,7 +19,7 @@ from moelora.graphs.select import first_mode
 from moelora.models.architecture import Architecture
 from moelora.models.experts import moe_shapes
 from moelora.options import EngineOptions, choose_backend, derive_buckets, derive_capacity
-from moelora.scoring.head import FUSED_ROWS, chunk_rows, row_bytes
+from moelora.scoring.head import FUSED_ROWS, chunk_rows_of, row_bytes
 from moelora.types import GraphMode, Phase
 
 NOT_COUNTED = ("CUDA's own context and kernels", "what the allocator rounds up")
@@ -41,8 +41,8 @@ class MemoryPlan:
 
     static: metadata and expert scratch of the backend. graphs: what captured graphs keep. activations: hidden states
     while a batch runs eagerly. scoring_chunk: logits, or what stands for them, held at once; behind the activations,
-    not beside them. adapters_host: factors of all adapters, on the host. free, total: of a CUDA device as it is now;
-    None elsewhere.
+    not beside them. score_chunk_rows: rows of logits in it, from what the other parts leave free. adapters_host:
+    factors of all adapters, on the host. free, total: of a CUDA device as it is now; None elsewhere.
     """
 
     base: int
@@ -51,6 +51,7 @@ class MemoryPlan:
     graphs: int
     activations: int
     scoring_chunk: int
+    score_chunk_rows: int
     adapters_host: int
     free: int | None
     total: int | None
@@ -193,6 +194,8 @@ def plan_memory(
     if mode is not GraphMode.OFF:
         buckets = derive_buckets(options, capacity)
         graphs = _graph_bytes(buckets, per_token, config.hidden_size * dtype.itemsize, variants=2 if adapters else 1)
+    left = None if free is None else max(free - base - bank - made.nbytes - graphs, 0)
+    chunk = options.score_chunk_rows or chunk_rows_of(config.vocab_size, dtype, left)
     return MemoryPlan(
         base=base,
         bank=bank,
@@ -203,10 +206,10 @@ def plan_memory(
             config,
             dtype,
             rows=capacity.max_tokens,
-            chunk=options.score_chunk_rows,
+            chunk=chunk,
             fused=backend.fused_ops is not None and "lm_head" not in layout.replaced,
-            free=None if free is None else max(free - base - bank - made.nbytes - graphs, 0),
         ),
+        score_chunk_rows=chunk,
         adapters_host=sum(a.nbytes for a in adapters),
         free=free,
         total=total,
@@ -246,12 +249,9 @@ def _graph_bytes(buckets: Sequence[int], per_token: int, output_bytes: int, *, v
     return max(buckets) * per_token + variants * sum(buckets) * output_bytes
 
 
-def _scoring_bytes(
-    config: Any, dtype: torch.dtype, *, rows: int, chunk: int | None, fused: bool, free: int | None
-) -> int:
+def _scoring_bytes(config: Any, dtype: torch.dtype, *, rows: int, chunk: int, fused: bool) -> int:
     """A chunk of logits. The fused head leaves the library a few rows at a time, and holds three values per tile."""
     vocab = config.vocab_size
-    chunk = chunk or chunk_rows(vocab, dtype, free)
     if not fused:
         return chunk * row_bytes(vocab, dtype)
     by_library = min(chunk, FUSED_ROWS - 1) * row_bytes(vocab, dtype)

@@ -154,6 +154,7 @@ class PlanningEngine:
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
             "bytes_per_slot": self._layout.bytes_per_slot(self._catalogue, self._dtype),
+            "score_chunk_rows": self.memory.score_chunk_rows,
             "memory": self.memory.to_json(),
         }
 

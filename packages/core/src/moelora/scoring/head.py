@@ -76,15 +76,9 @@ class ScoringHead:
         self._may_fuse = backend.fused_ops is not None and not replaced
         self._backend = backend
         self._vocab = base.text_config.vocab_size
-        self._chunk_rows = chunk_rows
+        free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else None
+        self.chunk_rows = chunk_rows or chunk_rows_of(base.text_config.vocab_size, base.dtype, free)
         self._stub = _BodyStub()
-
-    def chunk_rows(self) -> int:
-        """Rows of one chunk of logits, from what is free: model dtype and an fp32 copy, V wide each."""
-        if self._chunk_rows is not None:
-            return self._chunk_rows
-        free = torch.cuda.mem_get_info(self._base.device)[0] if self._base.device.type == "cuda" else None
-        return chunk_rows(self._vocab, self._base.dtype, free)
 
     def score(self, hidden_TH: torch.Tensor, rows: HeadRows, *, top_k: int) -> RowScores:
         """Scores the rows of a batch; hidden_TH and the result on the device. The fused head waits for nothing."""
@@ -95,7 +89,7 @@ class ScoringHead:
             scores = ops.score_rows(hidden_NH, self._fused_head, rows.target_N, rows.slot_N, rows.open_M, top_k)
             if scores is not None:
                 return scores
-        size, count = self.chunk_rows(), rows.count
+        size, count = self.chunk_rows, rows.count
         if self._backend.batch_invariant:
             # Torch's sums over the vocabulary depend on the number of rows: chunks of one size, the last filled up.
             size = _ALIKE_ROWS
@@ -196,7 +190,7 @@ def _best(logits_CV: torch.Tensor, rows_M: torch.Tensor, k: int) -> tuple[torch.
     return logits_CV[rows_M].gather(1, top_id_MK), top_id_MK
 
 
-def chunk_rows(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
+def chunk_rows_of(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
     """Rows of logits held at once. free: bytes free on a CUDA device, None on the CPU."""
     budget = _CPU_CHUNK_BYTES if free is None else min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
     return max(1, budget // row_bytes(vocab_size, dtype))
