@@ -1,6 +1,7 @@
 """The probe: decides by trying alone, for every architecture and for ones that try to deceive it."""
 
 import copy
+import itertools
 import json
 import time
 
@@ -15,10 +16,12 @@ from arch_world import ARCHITECTURES, make, tiny
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.models.architecture import Architecture
 from moelora.models.attention import BIASED, EAGER, MASKED, PACKED
+from moelora.models.context import forward_context
 from moelora.models.decoder import decoder_of
-from moelora.models.mixers import Loop
+from moelora.models.mixers import Loop, LoopedCall
 from moelora.models.probe import probe, small_copy
 from moelora.models.shrink import kinds_of
+from moelora.models.trial import Trial
 from moelora.models.verdicts import cache_folder, find_verdict
 from moelora.types import GraphMode
 from tiny_models import reference_logprobs, save_model, tiny_config
@@ -177,7 +180,7 @@ def test_what_cannot_be_made_small_runs_alone():
             experts=True,
             loops=(
                 Loop(
-                    class_name="Qwen3MoeMLP",
+                    name="Qwen3MoeMLP",
                     inputs={"[0][0]": (1,)},
                     outputs={"": (1,)},
                 ),
@@ -291,3 +294,67 @@ def test_a_module_tree_without_layers_is_no_reason_to_fail():
     verdict = probe(Flat(tiny_config("llama")))
     assert not verdict.packs
     assert verdict.reason
+
+
+FUNCTIONS = {
+    "qwen3_next": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "qwen3_5_moe": ("causal_conv1d_fn", "torch_chunk_gated_delta_rule"),
+    "bailing_hybrid": ("causal_conv1d_fn", "chunk_kimi_delta_attention"),
+    "granitemoehybrid": ("causal_conv1d_fn", "mamba2_chunk_scan"),
+    "jamba": ("causal_conv1d_fn", "mamba_selective_scan"),
+    "lfm2_moe": ("causal_conv1d_fn",),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.filterwarnings("ignore")
+def test_projections_around_a_recurrence_stay_packed(name):
+    """Only the convolution and the recurrence are called once per request, not the module around them."""
+    verdict = probe(unheard_of(name))
+    assert verdict.looped == FUNCTIONS[name]
+    assert all(loop.namespace.startswith("transformers.models.") for loop in verdict.loops)
+
+
+def test_functions_of_modelling_files_are_the_originals_outside_an_engines_forward(tmp_path):
+    model_class, config = tiny("lfm2_moe")
+    model = make(model_class, config, seed=4)
+    ids = torch.tensor([list(range(3, 20))])
+    before = model(input_ids=ids, use_cache=False).logits
+    model.save_pretrained(tmp_path)
+    PrefillEngine(tmp_path, options=EngineOptions(device="cpu")).score(
+        [Request(token_ids=[5, 6]), Request(token_ids=[7])]
+    )
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+def running_sums(calls, *, honest=True, takes=True):
+    """A recurrence: sums along the row, which begin anew at boundaries if it is told of them."""
+
+    def recurrence(x, *, cu_seqlens=None, **others):
+        calls.append(x.shape[1])
+        if cu_seqlens is None or not takes:
+            if cu_seqlens is not None and honest:
+                raise ValueError("cannot keep requests apart")
+            return x.cumsum(1)
+        ends = cu_seqlens.tolist()
+        return torch.cat([x[:, a:b].cumsum(1) for a, b in itertools.pairwise(ends)], dim=1)
+
+    return recurrence
+
+
+@pytest.mark.parametrize(
+    ("honest", "takes", "second"), [(True, True, [9]), (True, False, [4, 5]), (False, False, [4, 5])]
+)
+def test_kernels_that_know_boundaries_are_called_once(honest, takes, second):
+    """One that refuses them, and one that takes no notice of them, are called once per request as before."""
+    calls = []
+    loop = Loop(name="recurrence", namespace="somewhere", inputs={"[0][0]": (1,)}, outputs={"": (1,)})
+    looped = LoopedCall(running_sums(calls, honest=honest, takes=takes), loop)
+    x = torch.randn(1, 9, 3)
+    expected = torch.cat([x[:, :4].cumsum(1), x[:, 4:].cumsum(1)], dim=1)
+    context = Trial(make(*tiny("olmoe"), seed=1).model)._context([torch.zeros(4), torch.zeros(5)])
+    with forward_context(context):
+        torch.testing.assert_close(looped(x), expected)
+        calls.clear()
+        torch.testing.assert_close(looped(x), expected)
+    assert calls == second

@@ -48,6 +48,9 @@ from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result
 from moelora.versions import versions
 
+_KERNEL_TOKENS = 96
+"""Longer than the chunks of 64 tokens that kernels of linear attention cut a request into."""
+
 _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
 """Packages that shape a result."""
 
@@ -409,3 +412,16 @@ class PrefillEngine:
             model_type = self._base.architecture.model_type
             raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
         self._installed.finish()
+        if self._base.functions and self._capacity.max_requests > 1 and self._capacity.max_tokens > 1:
+            self._try_kernels(eager)
+
+    @torch.inference_mode()
+    def _try_kernels(self, eager: EagerRunner) -> None:
+        """Two requests in one batch: kernels that know boundaries show it now, so that all batches run alike."""
+        first = min(_KERNEL_TOKENS, self._capacity.max_tokens - 1)
+        second = min(_KERNEL_TOKENS // 2, self._capacity.max_tokens - first)
+        ids = tuple(i % self.vocab_size for i in range(_KERNEL_TOKENS))
+        requests = [
+            Tokens(request=0, adapter=BASE_ADAPTER, token_ids=ids[:n], runs=(), top_k=0) for n in (first, second)
+        ]
+        eager.run(pack(requests, {}, self._device))

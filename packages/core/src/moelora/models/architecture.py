@@ -37,8 +37,8 @@ class Architecture:
 
     @property
     def looped(self) -> tuple[str, ...]:
-        """The classes that are called once per request."""
-        return tuple(loop.class_name for loop in self.loops)
+        """The classes and functions that are called once per request."""
+        return tuple(loop.name for loop in self.loops)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
@@ -49,7 +49,8 @@ class Architecture:
         """Reads what `to_json` gave. Raises `KeyError` or `TypeError` for anything else."""
         loops = tuple(
             Loop(
-                class_name=loop["class_name"],
+                name=loop["name"],
+                namespace=loop["namespace"],
                 inputs={k: tuple(v) for k, v in loop["inputs"].items()},
                 outputs={k: tuple(v) for k, v in loop["outputs"].items()},
             )

@@ -6,8 +6,8 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, 
 from moelora.models.context import row_of
 from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
-from moelora.models.mixers import install_loops
+from moelora.models.mixers import LoopedCall, install_loops, looped_functions
 from moelora.models.quantized import (
     Quantisation,
     check_scales,
@@ -87,6 +87,7 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     skipped: tuple[str, ...] = ()
+    functions: Mapping[str, LoopedCall] = field(default_factory=dict)
 
     @property
     def body(self) -> Any:
@@ -95,7 +96,7 @@ class BaseModel:
 
     def hidden_states(self, ids_1T: torch.Tensor, positions_1T: torch.Tensor) -> torch.Tensor:
         """Runs the body on one packed row of int64 ids and positions, `[1, T]` each; returns `[T, H]`."""
-        with row_of(positions_1T):
+        with row_of(positions_1T, self.functions):
             return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
 
     @property
@@ -164,6 +165,7 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
         device=device,
         dtype=torch_dtype,
         skipped=tuple(sorted(skipped)),
+        functions=looped_functions(architecture.loops),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,6 @@ class Call:
     finished: bool = False
     mixes: bool = False
     inputs: Dims = field(default_factory=dict)
-    outputs: Dims = field(default_factory=dict)
 
 
 class Calls:
@@ -60,7 +59,7 @@ class Calls:
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if name not in self.by_name:
-                self.by_name[name] = Call(name, module, _copied((args, kwargs)))
+                self.by_name[name] = Call(name, module, copied((args, kwargs)))
 
         return hook
 
@@ -68,7 +67,7 @@ class Calls:
         def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             call = self.by_name[name]
             if not call.finished:
-                call.result, call.finished = _copied(result), True
+                call.result, call.finished = copied(result), True
 
         return hook
 
@@ -101,27 +100,15 @@ class Calls:
         return isinstance(owner, nn.ModuleList) and "." not in parent
 
     def _mixes(self, call: Call) -> bool:
-        """Whether the module gives something else when it is called on the rows of each request alone."""
-        dims = call.inputs = learn_dims(call.given, self._tokens)
-        if not any(dims.values()):
+        call.inputs = learn_dims(call.given, self._tokens)
+        if not any(call.inputs.values()):
             return False
         if not call.finished:
             return True
-        outputs = call.outputs = learn_dims(call.result, self._tokens)
-        together, _, _ = tensors_of(call.result)
         try:
-            for rows, context in self._context.alone(self._segments):
-                args, kwargs = cut(_copied(call.given), dims, rows)
-                with part_context(context):
-                    apart, _, _ = tensors_of(call.module(*args, **kwargs))
-                for path, whole in together.items():
-                    if not _alike(
-                        apart[path], narrow(whole, outputs[path], rows), bool(outputs[path]), self._tolerance
-                    ):
-                        return True
+            return mixes_requests(call.module, call.given, call.result, self._context, self._tolerance)
         except Exception:  # a module that cannot be called on a part: what is around it may be
             return True
-        return False
 
     def loops(self, class_names: set[str]) -> tuple[Loop, ...] | None:
         """How to call the modules of these classes once per request; None if it is not known."""
@@ -138,7 +125,7 @@ class Calls:
                 return None
             if not any(inputs.values()) or not any(outputs.values()):
                 return None
-            found.append(Loop(class_name=class_name, inputs=inputs, outputs=outputs))
+            found.append(Loop(name=class_name, inputs=inputs, outputs=outputs))
         return tuple(found)
 
     def _outputs(self, call: Call) -> Dims:
@@ -147,11 +134,33 @@ class Calls:
             return learn_dims(call.result, self._tokens)
         rows, context = max(self._context.alone(self._segments), key=lambda one: one[0].stop - one[0].start)
         try:
-            args, kwargs = cut(_copied(call.given), call.inputs, rows)
+            args, kwargs = cut(copied(call.given), call.inputs, rows)
             with forward_context(self._context), part_context(context):
                 return learn_dims(call.module(*args, **kwargs), rows.stop - rows.start)
         except Exception as error:
             raise NotCuttable(str(error)) from error
+
+
+def mixes_requests(
+    callee: Callable[..., Any], given: Any, result: Any, context: ForwardContext, tolerance: float
+) -> bool:
+    """Whether a call gives something else when it is made on the rows of each request alone.
+
+    given, result: of the call on the whole row of `context`, which must be the running forward's. Raises whatever the
+    callee raises for a part.
+    """
+    assert context.segments is not None
+    tokens = context.meta.token_slot_T.shape[0]
+    inputs, outputs = learn_dims(given, tokens), learn_dims(result, tokens)
+    together, _, _ = tensors_of(result)
+    for rows, part in context.alone(context.segments):
+        args, kwargs = cut(copied(given), inputs, rows)
+        with part_context(part):
+            apart, _, _ = tensors_of(callee(*args, **kwargs))
+        for path, whole in together.items():
+            if not _alike(apart[path], narrow(whole, outputs[path], rows), bool(outputs[path]), tolerance):
+                return True
+    return False
 
 
 def _alike(apart: torch.Tensor, together: torch.Tensor, by_row: bool, tolerance: float) -> bool:
@@ -165,6 +174,6 @@ def _alike(apart: torch.Tensor, together: torch.Tensor, by_row: bool, tolerance:
     return torch.allclose(apart.float(), together.float(), rtol=0.0, atol=tolerance * scale + 1e-7, equal_nan=True)
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
     """The tree with copies of its tensors: modules may write into what they get."""
     return tree_map_only(torch.Tensor, torch.clone, tree)

@@ -6,11 +6,12 @@ Each thread has its own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import local
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from moelora.models.invariant import InvariantProducts
@@ -101,6 +102,7 @@ class _Current(local):
 
     context: ForwardContext | None = None
     positions_1T: torch.Tensor | None = None
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
 _current = _Current()
@@ -147,13 +149,24 @@ def _current_is(context: ForwardContext) -> Iterator[None]:
 
 
 @contextmanager
-def row_of(positions_1T: torch.Tensor) -> Iterator[None]:
-    """While the body runs on a row: int64 positions `[1, T]`, which restart at 0 with each request."""
-    _current.positions_1T = positions_1T
+def row_of(
+    positions_1T: torch.Tensor, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+) -> Iterator[None]:
+    """While the body runs on a row.
+
+    positions_1T: int64 `[1, T]`, restarting at 0 with each request. functions: what to call in the place of functions
+    of modelling files, by "namespace:name" (`mixers.looped_functions`).
+    """
+    _current.positions_1T, _current.functions = positions_1T, functions
     try:
         yield
     finally:
-        _current.positions_1T = None
+        _current.positions_1T, _current.functions = None, MappingProxyType({})
+
+
+def active_functions() -> Mapping[str, Callable[..., Any]]:
+    """What the running body calls in the place of functions of modelling files."""
+    return _current.functions
 
 
 def row_positions() -> torch.Tensor | None:

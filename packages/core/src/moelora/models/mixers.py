@@ -1,12 +1,13 @@
 """Token mixers that know nothing of requests: within a packed forward they are called once for each request.
 
 A convolution, a recurrence, an indexer that counts the slots of the row: everything around them stays packed. Which
-ones they are, the probe finds out.
+ones they are, the probe finds out: functions of a modelling file where that is enough, else modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,28 +15,127 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moelora.errors import CheckpointError
-from moelora.models.context import ForwardContext, GraphBreak, Segments, current_context, has_context, part_context
+from moelora.models.boundaries import Boundaries
+from moelora.models.context import GraphBreak, Segments, active_functions, current_context, has_context, part_context
 from moelora.models.cuts import Dims, Joined, NotCuttable, cut, tensors_of
 
 _WRAPPED = "_moelora_looped"
+_ORIGINAL = "_moelora_original"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A class of modules that is called once per request. inputs, outputs: where its tensors count tokens."""
+    """What is called once per request: the modules of a class, or, with a namespace, a function of that Python module.
 
-    class_name: str
+    inputs, outputs: where its tensors count tokens.
+    """
+
+    name: str
+    namespace: str = ""
     inputs: Dims = field(default_factory=dict)
     outputs: Dims = field(default_factory=dict)
 
 
+class LoopedCall:
+    """Takes the place of a call: makes it once for each request of the running forward, and joins the results.
+
+    While a breakable graph is captured, the calls run between two of its parts, on the live rows of each batch.
+    """
+
+    def __init__(self, original: Callable[..., Any], loop: Loop, prepare: Callable[[], None] = lambda: None) -> None:
+        """prepare: called before each call of `original`."""
+        self._original = original
+        self._loop = loop
+        self._prepare = prepare
+        self._forms: dict[int, Joined] = {}
+        # Kernels that know boundaries are functions; a module's own code is not asked for them.
+        self._boundaries = Boundaries(original) if loop.namespace else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not has_context() or (context := current_context()).segments is None:
+            return self._original(*args, **kwargs)
+        given = (args, kwargs)
+        try:
+            if context.graph_break is None:
+                if self._is_alone(context.segments, given):
+                    self._prepare()
+                    return self._original(*args, **kwargs)
+                return self._over_requests(context.segments, given, None).result
+            tokens = self._tokens(given)
+            if tokens not in self._forms:  # a warm-up run, before anything is captured
+                joined = self._over_requests(context.graph_break.segments, given, None)
+                self._forms[tokens] = joined.form()
+                return joined.result
+        except NotCuttable as error:
+            raise CheckpointError(f"{self._loop.name} cannot be called once per request: {error}") from error
+        return self._outside_graph(context.graph_break, given, self._forms[tokens])
+
+    def _over_requests(self, segments: Segments, given: Any, joined: Joined | None) -> Joined:
+        """Calls for each request; writes into `joined`, or into a new whole."""
+        parts = current_context().alone(segments)
+        live = slice(0, parts[-1][0].stop)
+        if self._boundaries is not None and self._boundaries.agreed:
+            args, kwargs = cut(given, self._loop.inputs, live)
+            return self._put(joined, live, self._boundaries.call(args, kwargs, segments), given)
+        for rows, context in parts:
+            args, kwargs = cut(given, self._loop.inputs, rows)
+            self._prepare()
+            with part_context(context):
+                part = self._original(*args, **kwargs)
+            joined = self._put(joined, rows, part, given)
+        assert joined is not None, "a batch without requests"
+        if self._boundaries is not None and self._boundaries.untried and len(parts) > 1:
+            args, kwargs = cut(given, self._loop.inputs, live)
+            expected = cut(joined.result, self._loop.outputs, live)
+            self._boundaries.try_out(args, kwargs, segments, expected)
+        return joined
+
+    def _put(self, joined: Joined | None, rows: slice, part: Any, given: Any) -> Joined:
+        if joined is None:
+            joined = Joined(part, self._loop.outputs, self._tokens(given))
+        joined.put(rows, part)
+        return joined
+
+    def _outside_graph(self, graph_break: GraphBreak, given: Any, form: Joined) -> Any:
+        leaves, spec = tree_flatten(given)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaves[i] for i in places]
+        # Zeroed inside the graph: rows behind the live ones would else hand old values to the next part.
+        outputs = form.zeros(inputs[0].device)
+        # Nothing that `work` keeps may hold the graph's memory, or every layer would have its own.
+        plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+        def work(segments: Segments, *tensors: torch.Tensor) -> None:
+            filled = list(plain)
+            for place, tensor in zip(places, tensors[len(outputs) :], strict=True):
+                filled[place] = tensor
+            self._over_requests(segments, tree_unflatten(filled, spec), form.over(tensors[: len(outputs)]))
+
+        graph_break.run(work, [*outputs, *inputs])
+        return form.over(outputs).result
+
+    def _tokens(self, given: Any) -> int:
+        """The length of the row, from any tensor that counts it."""
+        tensors, _, _ = tensors_of(given)
+        for path, x in tensors.items():
+            if self._loop.inputs.get(path):
+                return x.shape[self._loop.inputs[path][0]]
+        raise NotCuttable("no tensor among its arguments counts tokens")
+
+    def _is_alone(self, segments: Segments, given: Any) -> bool:
+        """Whether one request fills the row."""
+        rows = segments.rows()
+        return len(rows) == 1 and rows[0] == slice(0, self._tokens(given))
+
+
 def install_loops(model: torch.nn.Module, loops: Sequence[Loop]) -> None:
-    """Wraps, in place, every module of the classes in `loops`."""
-    by_class = {loop.class_name: loop for loop in loops}
+    """Wraps, in place, every module of the classes in `loops`. Functions: see `looped_functions`."""
+    by_class = {loop.name: loop for loop in loops if not loop.namespace}
     for module in model.modules():
         loop = by_class.get(type(module).__name__)
         if loop is not None and not is_looped(module):
-            _wrap(module, loop)
+            setattr(module, _WRAPPED, True)
+            module.forward = LoopedCall(module.forward, loop, _State(module).restore)
 
 
 def remove_loops(model: torch.nn.Module) -> None:
@@ -51,82 +151,35 @@ def is_looped(module: torch.nn.Module) -> bool:
     return hasattr(module, _WRAPPED)
 
 
-def _wrap(module: torch.nn.Module, loop: Loop) -> None:
-    original = module.forward
-    state = _State(module)
-    forms: dict[int, Joined] = {}
+def looped_functions(loops: Sequence[Loop]) -> Mapping[str, LoopedCall]:
+    """Calls to put in the place of functions, by "namespace:name", for `context.row_of`.
 
-    def one(context: ForwardContext, args: Any, kwargs: Any) -> Any:
-        state.restore()
-        with part_context(context):
-            return original(*args, **kwargs)
-
-    def over_requests(segments: Segments, given: Any, joined: Joined | None) -> Joined:
-        """Calls the module for each request; writes into `joined`, or into a new whole."""
-        for rows, context in current_context().alone(segments):
-            args, kwargs = cut(given, loop.inputs, rows)
-            part = one(context, args, kwargs)
-            if joined is None:
-                joined = Joined(part, loop.outputs, _tokens(given, loop.inputs))
-            joined.put(rows, part)
-        assert joined is not None, "a batch without requests"
-        return joined
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not has_context() or (context := current_context()).segments is None:
-            return original(*args, **kwargs)
-        given = (args, kwargs)
-        try:
-            if context.graph_break is None:
-                if len(context.segments.rows()) == 1 and _is_whole(context.segments, given, loop.inputs):
-                    state.restore()
-                    return original(*args, **kwargs)
-                return over_requests(context.segments, given, None).result
-            tokens = _tokens(given, loop.inputs)
-            if tokens not in forms:  # a warm-up run, before anything is captured
-                joined = over_requests(context.graph_break.segments, given, None)
-                forms[tokens] = joined.form()
-                return joined.result
-        except NotCuttable as error:
-            raise CheckpointError(f"{type(module).__name__} cannot be called once per request: {error}") from error
-        return _outside_graph(context.graph_break, over_requests, given, forms[tokens])
-
-    setattr(module, _WRAPPED, True)
-    module.forward = forward
+    A modelling file's name is replaced once, for all models of the process, by a function that asks the running
+    forward; without one, or for a model whose forward says nothing, it is the original.
+    """
+    calls = {}
+    for loop in loops:
+        if loop.namespace:
+            namespace = importlib.import_module(loop.namespace)
+            found = getattr(namespace, loop.name)
+            original = original_of(found)
+            if found is original:
+                setattr(namespace, loop.name, _dispatched(f"{loop.namespace}:{loop.name}", original))
+            calls[f"{loop.namespace}:{loop.name}"] = LoopedCall(original, loop)
+    return calls
 
 
-def _outside_graph(
-    graph_break: GraphBreak, over_requests: Callable[[Segments, Any, Joined | None], Joined], given: Any, form: Joined
-) -> Any:
-    leaves, spec = tree_flatten(given)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    inputs = [leaves[i] for i in places]
-    # Zeroed inside the graph: rows behind the live ones would else hand old values to the next part.
-    outputs = form.zeros(inputs[0].device)
-    # Nothing that `work` keeps may hold the graph's memory, or every layer would have its own.
-    plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-    def work(segments: Segments, *tensors: torch.Tensor) -> None:
-        filled = list(plain)
-        for place, tensor in zip(places, tensors[len(outputs) :], strict=True):
-            filled[place] = tensor
-        over_requests(segments, tree_unflatten(filled, spec), form.over(tensors[: len(outputs)]))
-
-    graph_break.run(work, [*outputs, *inputs])
-    return form.over(outputs).result
+def original_of(function: Any) -> Any:
+    """The function that a name of a modelling file had before it was replaced, if it was."""
+    return getattr(function, _ORIGINAL, function)
 
 
-def _tokens(given: Any, dims: Dims) -> int:
-    """The length of the row, from any tensor that counts it."""
-    tensors, _, _ = tensors_of(given)
-    for path, x in tensors.items():
-        if dims.get(path):
-            return x.shape[dims[path][0]]
-    raise NotCuttable("no tensor among its arguments counts tokens")
+def _dispatched(key: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        return active_functions().get(key, original)(*args, **kwargs)
 
-
-def _is_whole(segments: Segments, given: Any, dims: Dims) -> bool:
-    return segments.rows()[0] == slice(0, _tokens(given, dims))
+    setattr(dispatched, _ORIGINAL, original)
+    return dispatched
 
 
 class _State:

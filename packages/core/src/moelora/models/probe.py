@@ -15,8 +15,9 @@ import torch
 
 from moelora.models.architecture import Architecture
 from moelora.models.attention import BIASED, EAGER, MASKED, PACKED, register_attention
+from moelora.models.calls import Calls
 from moelora.models.experts import EXPERTS, register_experts
-from moelora.models.mixers import Loop, install_loops, remove_loops
+from moelora.models.mixers import Loop
 from moelora.models.shrink import kinds_of, layers_of_every_kind, shrink_config
 from moelora.models.trial import Trial, Unlike, fill_at_random
 
@@ -103,34 +104,41 @@ def _packed(trial: Trial, model_type: str, attention: str, experts: bool) -> Arc
     except Unlike as unlike:
         why = str(unlike)
     for loops in _guesses(trial):
-        install_loops(trial.body, loops)
-        try:
-            syncs = trial.check_packed()
-            return Architecture(
-                model_type=model_type, packs=True, attention=attention, experts=experts, loops=loops, syncs=syncs
-            )
-        except Unlike:
-            pass
-        finally:
-            remove_loops(trial.body)
+        with trial.looping(loops):
+            try:
+                syncs = trial.check_packed()
+            except Unlike:
+                continue
+        return Architecture(
+            model_type=model_type, packs=True, attention=attention, experts=experts, loops=loops, syncs=syncs
+        )
     reason = f"requests in one row change each other ({why}), and no part of it could be called once per request"
     return Architecture(model_type=model_type, packs=False, attention=attention, experts=experts, reason=reason)
 
 
 def _guesses(trial: Trial) -> Iterator[tuple[Loop, ...]]:
-    """What to call once per request, from the innermost modules that mix requests outwards."""
-    calls = trial.record_packed()
+    """What to call once per request: functions alone, functions and modules, modules alone."""
+    functions = trial.record_functions().loops()
+    if functions:
+        yield functions
+        with trial.looping(functions):
+            calls = trial.record_packed()
+        yield from ((*functions, *modules) for modules in _modules(calls))
+    yield from _modules(trial.record_packed())
+
+
+def _modules(calls: Calls) -> Iterator[tuple[Loop, ...]]:
+    """Classes to call once per request, from the innermost modules that mix requests outwards."""
     chains = calls.mixing()
     tried: list[set[str]] = []
     for height in range(max(map(len, chains), default=0)):
         chosen = [chain[min(height, len(chain) - 1)] for chain in chains]
         names = {type(call.module).__name__ for call in chosen}
-        if names in tried:
-            continue
-        tried.append(names)
-        loops = calls.loops(names)
-        if loops is not None:
-            yield loops
+        if names not in tried:
+            tried.append(names)
+            loops = calls.loops(names)
+            if loops is not None:
+                yield loops
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from moelora.models.calls import Calls
 from moelora.models.context import ForwardContext, Segments, forward_context, row_of
 from moelora.models.decoder import plug_functions
 from moelora.models.experts import attach_slots, is_experts_module
-from moelora.models.mixers import is_looped
+from moelora.models.functions import FunctionCalls
+from moelora.models.mixers import Loop, install_loops, is_looped, looped_functions, remove_loops
 from moelora.models.shrink import VOCAB
 from moelora.models.syncs import SyncFinder, own_work
 from moelora.models.unregistered import adopt_experts
@@ -58,6 +59,7 @@ class Trial:
     def __init__(self, body: nn.Module) -> None:
         self.body = body
         self._backend = _QuietBackend()
+        self._functions: dict[str, Any] = {}
         generator = torch.Generator().manual_seed(0)
         self._ids = [torch.randint(4, VOCAB, (n,), generator=generator) % self._vocab() for n in LENGTHS]
         self._others = [torch.randint(4, VOCAB, (n,), generator=generator) % self._vocab() for n in LENGTHS]
@@ -101,6 +103,24 @@ class Trial:
             self._run(self._ids)
         return calls
 
+    def record_functions(self) -> FunctionCalls:
+        """The same for the functions of modelling files."""
+        calls = FunctionCalls(self.body, self._context(self._ids), TOLERANCE)
+        with calls.recording(), suppress(Unlike):
+            self._run(self._ids)
+        return calls
+
+    @contextmanager
+    def looping(self, loops: Sequence[Loop]) -> Iterator[None]:
+        """While it lasts, runs call what `loops` names once per request."""
+        install_loops(self.body, loops)
+        self._functions = {key: _unseen(call) for key, call in looped_functions(loops).items()}
+        try:
+            yield
+        finally:
+            self._functions = {}
+            remove_loops(self.body)
+
     def _compare_row(self, row_TH: torch.Tensor, which: Sequence[int], requests: Sequence[torch.Tensor]) -> None:
         begin = 0
         for i, ids in zip(which, requests, strict=True):
@@ -138,7 +158,7 @@ class Trial:
         ids = torch.cat(list(requests)).unsqueeze(0)
         positions = torch.cat([torch.arange(r.shape[0]) for r in requests]).unsqueeze(0)
         try:
-            with forward_context(self._context(requests)), row_of(positions):
+            with forward_context(self._context(requests)), row_of(positions, self._functions):
                 return _hidden(self.body, ids, positions)
         except Exception as error:  # whatever a model's code makes of a row that it does not expect
             raise Unlike(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
