@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 STOP_WORKER = signal.SIGUSR1
 """What a worker takes as the first Ctrl-C. The terminal's own reaches it too and is ignored: its parent decides."""
+
+_LOOK_SECONDS = 0.5
 
 
 @contextmanager
@@ -50,6 +54,12 @@ class _Handler:
         self._say("finishing the batch; Ctrl-C once more ends at once")
 
 
-def orphaned(parent: int) -> bool:
-    """Whether the process that started this one, whose number is `parent`, has died."""
-    return os.getppid() != parent
+def end_with(parent: int) -> None:
+    """Ends this process, as SIGTERM does, soon after its parent, whose number is given, has died."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="moelora-parent", daemon=True).start()

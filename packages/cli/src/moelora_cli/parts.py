@@ -47,7 +47,7 @@ def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[Part
 
 
 def worker_facts(options: dict[str, Any]) -> dict[str, Any] | None:
-    """What the parent of a worker has told it: `fingerprint`, and how many `workers` there are; None for others."""
+    """What its parent tells a worker: `fingerprint`, its number `parent`, how many `workers` there are; else None."""
     return None if options["worker"] is None else json.loads(Path(options["worker"]).read_bytes())
 
 

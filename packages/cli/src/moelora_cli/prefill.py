@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import click
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError, MoeloraCommand
-from moelora_cli.interrupts import interrupts, orphaned
+from moelora_cli.interrupts import end_with, interrupts
 from moelora_cli.options import (
     engine_options,
     engine_options_of,
@@ -113,13 +113,16 @@ def _score(
     from moelora.jobs.timeline import TimedScorer, Timeline
 
     start = time.monotonic()
+    worker = worker_facts(options)
+    if worker is not None:
+        end_with(worker["parent"])
     with ExitStack() as held:
         parts = open_parts(options, adapters) if _in_parts(options) else None
         if parts is not None:
             held.enter_context(parts[0])
         engine = _load_engine(options, adapters, progress)
         timeline = Timeline()
-        job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=_watch(options, progress))
+        job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=progress.counts)
         if parts is not None:
             parts[0].begin({**parts[1], **in_use(engine)})
         return _run(options, adapters, job, engine, timeline, parts and parts[0], lines, progress, stdout, start)
@@ -173,19 +176,6 @@ def _run(
         raise JobFailedError from error
     tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
-
-
-def _watch(options: dict[str, Any], progress: Progress) -> Callable[[JobStats], None]:
-    """What is done after every result: progress, and a worker ends when its parent has died."""
-    if options["worker"] is None:
-        return progress.counts
-    parent = os.getppid()
-
-    def watch(stats: JobStats) -> None:
-        if orphaned(parent):
-            raise KeyboardInterrupt
-
-    return watch
 
 
 def _read_rows(source: str) -> Iterator[Row]:

@@ -7,6 +7,7 @@ its process, and another worker takes the window up.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     began = time.monotonic()
     store, fingerprint = open_parts(options, adapters)
     with store, tempfile.TemporaryDirectory() as private:
-        facts = {"fingerprint": fingerprint, "workers": len(names)}
+        facts = {"fingerprint": fingerprint, "workers": len(names), "parent": os.getpid()}
         (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
             clear_parts(folder)

@@ -17,6 +17,7 @@ from moelora.jobs.claims import IdClaims
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 ROW_KEYS = ("id", "custom_id", *PROMPT_KEYS, "adapter", "choices", "choices_token_ids", "metadata")
+_KNOWN_KEYS = frozenset(ROW_KEYS)
 MAX_DEPTH = 100
 """Levels of nesting in metadata and messages; far below what JSON writers and readers can recurse into."""
 
@@ -151,11 +152,11 @@ def _id(record: dict[str, Any]) -> str | int | None:
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
     """The checked fields of a row besides id and metadata; null counts as absent, except for `adapter`."""
-    for key in record:
-        if key not in ROW_KEYS:
-            close = get_close_matches(key, ROW_KEYS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise RequestError(f"unknown key {_short(key)}.{hint} Valid: {', '.join(ROW_KEYS)}")
+    if not record.keys() <= _KNOWN_KEYS:
+        key = next(key for key in record if key not in _KNOWN_KEYS)
+        close = get_close_matches(key, ROW_KEYS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise RequestError(f"unknown key {_short(key)}.{hint} Valid: {', '.join(ROW_KEYS)}")
     prompts = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if len(prompts) != 1:
         found = "none of them" if not prompts else " and ".join(prompts)
@@ -194,9 +195,9 @@ def _list(value: Any, where: str, of: str) -> list[Any]:
 
 
 def _token_ids(value: Any, where: str) -> tuple[int, ...]:
-    for index, item in enumerate(_list(value, where, "integers")):
-        if type(item) is not int:
-            raise RequestError(f"{where}[{index}] must be an integer, got {describe(item)}")
+    if not set(map(type, _list(value, where, "integers"))) <= {int}:
+        index, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
+        raise RequestError(f"{where}[{index}] must be an integer, got {describe(item)}")
     return tuple(value)
 
 
