@@ -133,7 +133,7 @@ def test_workers_end_when_their_parent_is_killed(command: Command):
         workers = children_of(process)
         assert len(workers) == 2
         process.kill()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(alive(number) for number in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(alive(number) for number in workers)
