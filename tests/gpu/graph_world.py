@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from moelora import EngineOptions, GraphMode, PrefillEngine, Request
+from moelora import EngineOptions, GraphMode, PrefillEngine, Request, Result
 from moelora.adapters.base import Catalogue, TargetKind
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue
@@ -30,6 +31,24 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
 }
+
+SMALL: dict[str, Any] = {
+    **QWEN3_30B_A3B,
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "num_hidden_layers": 4,
+}
+
+
+def values(results: Iterable[Result]) -> list[Any]:
+    """What must be equal bit for bit."""
+    return [(r.token_logprobs, r.next_token) for r in results]
 
 
 def write_config(folder: Path, model_type: str, **values: Any) -> Path:

@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from arch_world import ARCHITECTURES, adapt_everything, make, tiny
-from gpu.graph_world import mixed_requests
-from gpu.test_graphs_gpu import replay_and_padded, values
+from gpu.graph_world import mixed_requests, values
+from gpu.test_graphs_gpu import replay_and_padded
 from moelora import EngineOptions, GraphMode, PrefillEngine
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue

@@ -6,7 +6,16 @@ from functools import partial
 import pytest
 import torch
 
-from gpu.graph_world import QWEN3_30B_A3B, make_engine, mixed_requests, write_adapter, write_adapters, write_config
+from gpu.graph_world import (
+    QWEN3_30B_A3B,
+    SMALL,
+    make_engine,
+    mixed_requests,
+    values,
+    write_adapter,
+    write_adapters,
+    write_config,
+)
 from moelora import AdapterError, GraphMode, Request, RunMode
 from moelora.graphs.base import BodyOutput
 from moelora.models.catalogue import build_catalogue
@@ -17,19 +26,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 BACKENDS = ["triton", "csgmv"]
 MODES = [GraphMode.FULL, GraphMode.BREAKABLE]
 BUCKETS = tuple(2**i for i in range(4, 15))
-
-SMALL = {
-    **QWEN3_30B_A3B,
-    "hidden_size": 512,
-    "moe_intermediate_size": 256,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 4096,
-    "num_hidden_layers": 4,
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +46,6 @@ def engines(world):
         return made[key]
 
     return get
-
-
-def values(results):
-    return [(r.token_logprobs, r.next_token) for r in results]
 
 
 def replay_and_padded(engine, requests):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from gpu.graph_world import QWEN3_30B_A3B, make_engine, mixed_requests, write_adapters, write_config
+from gpu.graph_world import QWEN3_30B_A3B, make_engine, mixed_requests, values, write_adapters, write_config
 from moelora import GraphMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -19,10 +19,6 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("invariant")
     model = write_config(folder / "model", "qwen3_moe", **{**QWEN3_30B_A3B, **SIZES})
     return model, write_adapters(folder / "adapters", model, (4, 16, 64))
-
-
-def values(results):
-    return [(r.token_logprobs, r.next_token) for r in results]
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv"])

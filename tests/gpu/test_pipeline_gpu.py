@@ -3,25 +3,12 @@
 import pytest
 import torch
 
-from gpu.graph_world import QWEN3_30B_A3B, make_engine, mixed_requests, write_adapters, write_config
+from gpu.graph_world import SMALL, make_engine, mixed_requests, values, write_adapters, write_config
 from moelora import GraphMode
 from moelora.batching.transfer import Fetch
 from moelora.pipeline import BatchPipeline
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-SMALL = {
-    **QWEN3_30B_A3B,
-    "hidden_size": 512,
-    "moe_intermediate_size": 256,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 4096,
-    "num_hidden_layers": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +16,6 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     model = write_config(folder / "model", "qwen3_moe", **SMALL)
     return model, write_adapters(folder / "adapters", model)
-
-
-def values(results):
-    return [(r.token_logprobs, r.next_token) for r in results]
 
 
 @pytest.mark.parametrize("backend", ["triton", "csgmv"])

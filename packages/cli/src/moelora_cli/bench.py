@@ -12,7 +12,7 @@ import click
 from moelora.errors import ConfigError
 from moelora_cli.bench_tables import tables
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
-from moelora_cli.options import POSITIVE, BucketsType, DeviceType, quiet_libraries, stdout_for_results
+from moelora_cli.options import POSITIVE, BucketsType, base_options, quiet_libraries, stdout_for_results
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -84,28 +84,7 @@ _QUICK_REPEAT = 2
 )
 @click.option("--quick", is_flag=True, help="An eighth of the prompts, two timed calls, no profile.")
 @click.option("--no-profile", is_flag=True, help="Leave out the time by part, which needs one more call each.")
-@click.option(
-    "--load-format",
-    type=click.Choice(["auto", "safetensors", "dummy"]),
-    default="auto",
-    show_default=True,
-    help="dummy: random weights from the config alone.",
-)
-@click.option(
-    "--device",
-    type=DeviceType(),
-    metavar="auto|cpu|cuda|cuda:N",
-    default="auto",
-    show_default=True,
-    help="Where to run; auto: CUDA if there is any.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    default="auto",
-    show_default=True,
-    help="Of weights and activations.",
-)
+@base_options
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For random weights.")
 @click.option("--json", "json_", metavar="FILE|-", help="All numbers as one JSON object; - is standard output.")
 @click.option("--plot", metavar="FILE", help="Tokens per second as bars, .png, .svg or .pdf; needs matplotlib.")

@@ -117,21 +117,7 @@ share_options = _all(
 )
 """How the input is shared between processes."""
 
-engine_options = _all(
-    click.option(
-        "--backend",
-        default="auto",
-        show_default=True,
-        metavar="auto|triton|csgmv|torch",
-        help="LoRA kernels; auto: triton on CUDA, torch elsewhere. MODULE:CLASS is one of your own.",
-    ),
-    click.option(
-        "--graph",
-        type=click.Choice(["auto", "full", "breakable", "off"]),
-        default="auto",
-        show_default=True,
-        help="CUDA graphs of the body; auto: the faster of graph and eager for each bucket.",
-    ),
+_WHERE = (
     click.option(
         "--device",
         type=DeviceType(),
@@ -147,17 +133,40 @@ engine_options = _all(
         show_default=True,
         help="Of weights and activations; auto: the checkpoint's own on CUDA, float32 on the CPU.",
     ),
+)
+
+_LOAD_FORMAT = click.option(
+    "--load-format",
+    type=click.Choice(["auto", "safetensors", "dummy"]),
+    default="auto",
+    show_default=True,
+    help="dummy: random weights from the config alone.",
+)
+
+base_options = _all(*_WHERE, _LOAD_FORMAT)
+"""Where a model runs, and what it is read from."""
+
+engine_options = _all(
+    click.option(
+        "--backend",
+        default="auto",
+        show_default=True,
+        metavar="auto|triton|csgmv|torch",
+        help="LoRA kernels; auto: triton on CUDA, torch elsewhere. MODULE:CLASS is one of your own.",
+    ),
+    click.option(
+        "--graph",
+        type=click.Choice(["auto", "full", "breakable", "off"]),
+        default="auto",
+        show_default=True,
+        help="CUDA graphs of the body; auto: the faster of graph and eager for each bucket.",
+    ),
+    *_WHERE,
     click.option("--max-tokens", type=POSITIVE, help="Most tokens of one batch."),
     click.option("--max-requests", type=POSITIVE, help="Most requests of one batch."),
     click.option("--slots", type=POSITIVE, help="Adapters that lie on the device at once."),
     click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for."),
-    click.option(
-        "--load-format",
-        type=click.Choice(["auto", "safetensors", "dummy"]),
-        default="auto",
-        show_default=True,
-        help="dummy: random weights from the config alone.",
-    ),
+    _LOAD_FORMAT,
     click.option(
         "--batch-invariant",
         is_flag=True,
