@@ -86,7 +86,8 @@ class CudaRecorder(Recorder):
         return _CudaRecording(parts)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _alias(tensor)
+        # What lies on the host, or has no elements, is no memory of a graph.
+        return _alias(tensor) if tensor.is_cuda and tensor.numel() else tensor
 
 
 class _CudaRecording(Recording):

@@ -6,6 +6,7 @@ differ by more than the last place, the original stays and the report says so.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -87,7 +88,8 @@ def _try_norm(
     done: Substitutes,
 ) -> None:
     eps, weight, label = _eps(module), module.get_parameter("weight"), f"norm {type(module).__name__}"
-    if eps is None or weight.dtype != draw(1).dtype:
+    takes_more = len(inspect.signature(module.forward).parameters) > 1  # a gate
+    if eps is None or takes_more or weight.dtype != draw(1).dtype:
         done.kept[label] += 1
         return
     key = (type(module), eps, weight.shape)
@@ -96,7 +98,7 @@ def _try_norm(
         try:
             own = module(x)
             agreeing = [v for v in _NORM_VARIANTS if _agree(ops.rms_norm(x, weight, eps, v), own)]
-        except (TypeError, RuntimeError):  # a norm that takes more than one input (a gate)
+        except Exception:  # not the norm that it looks like
             agreeing = []
         verdicts[key] = agreeing[0] if agreeing else None
     variant = verdicts[key]
@@ -140,7 +142,8 @@ def _try_gated_mlp(
         inner = module.act_fn(module.gate_proj(x)) * module.up_proj(x)
         gate, up = module.gate_proj(x)[0], module.up_proj(x)[0]
         # The module must be what it looks like, and the activation must round alike.
-        same = torch.equal(module.down_proj(inner), module(x))
+        own = module(x)
+        same = isinstance(own, torch.Tensor) and torch.equal(module.down_proj(inner), own)
         verdicts[key] = kind if same and _agree(ops.gated_activation(gate, up, kind), inner[0]) else None
     if verdicts[key] is None:
         done.kept[label] += 1
@@ -174,6 +177,8 @@ def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tenso
         if own_ops is None or kwargs or len(args) != 4 or args[0].ndim != 4 or args[0].shape[0] != 1:
             return original(*args, **kwargs)
         if not agreed.get((args[0].dtype, args[0].device.type), False):
+            return original(*args, **kwargs)
+        if args[0].stride(-1) != 1 or args[1].stride(-1) != 1:  # no kernel reads heads that are not contiguous
             return original(*args, **kwargs)
         return _rotate(own_ops, *args)
 

@@ -108,6 +108,8 @@ class ScoringHead:
         base_slots = torch.full((hidden_CH.shape[0],), BASE_SLOT, dtype=torch.int32)
         own_CV = self.logits(hidden_CH, base_slots.to(hidden_CH.device), has_lora=False).float()
         plain_CV = torch.nn.functional.linear(hidden_CH, head.weight, getattr(head, "bias", None)).float()
+        if plain_CV.shape != own_CV.shape:  # a head that leaves out padded rows of the vocabulary
+            return
         # Both products may be summed and rounded otherwise: the dtype's spacing, and what fp32 sums of thousands lose.
         room = max(4 * torch.finfo(self._base.dtype).eps, _SUM_ERROR)
         for scale, softcap in _scalings(self._base.text_config):
