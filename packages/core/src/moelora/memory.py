@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -193,7 +193,8 @@ def plan_memory(
     )
     if mode is not GraphMode.OFF:
         buckets = derive_buckets(options, capacity)
-        graphs = _graph_bytes(buckets, per_token, config.hidden_size * dtype.itemsize, variants=2 if adapters else 1)
+        # Graphs share the memory of their activations and results, as much as the largest needs.
+        graphs = max(buckets) * per_token
     left = None if free is None else max(free - base - bank - made.nbytes - graphs, 0)
     chunk = options.score_chunk_rows or chunk_rows_of(config.vocab_size, dtype, left)
     return MemoryPlan(
@@ -242,11 +243,6 @@ def _layer_width(config: Any, *, fused: bool) -> int:
     dense = getattr(config, "intermediate_size", None) or 0
     inner = shared if experts and not getattr(config, "first_k_dense_replace", 0) else dense
     return max(attention, 3 * hidden + 3 * inner + 4 * experts)
-
-
-def _graph_bytes(buckets: Sequence[int], per_token: int, output_bytes: int, *, variants: int) -> int:
-    """Graphs share the memory of their activations, as large as the largest needs; each keeps its own output."""
-    return max(buckets) * per_token + variants * sum(buckets) * output_bytes
 
 
 def _scoring_bytes(config: Any, dtype: torch.dtype, *, rows: int, chunk: int, fused: bool) -> int:

@@ -37,12 +37,16 @@ class BreakableGraph:
         self._live, self._meta = live, meta
 
         def work(pause: Callable[[Callable[[], None]], None]) -> None:
-            self._hidden_TH = self._forward(_Break(self, pause, keep=recorder.alias))
+            # An alias, as in a full graph.
+            self._hidden_TH = recorder.alias(self._forward(_Break(self, pause, keep=recorder.alias)))
 
         self._recording = recorder.record_parts(work)
 
     def replay(self, live: Segments) -> torch.Tensor:
-        """Replays on what the static buffers hold and `live`. Returns `[bucket, H]`, overwritten by the next replay."""
+        """Replays on what the static buffers hold and `live`.
+
+        Returns `[bucket, H]`, overwritten by the next replay of any bucket.
+        """
         assert self._recording is not None, f"bucket {self._bucket} was not captured"
         self._live = live
         self._recording.replay()

@@ -32,12 +32,13 @@ class FullGraph:
         """Records the forward. `meta` must be the phase's static metadata, whatever rows it holds now."""
 
         def work() -> None:
-            self._hidden_TH = self.run_eagerly(meta, live)
+            # An alias: graphs of other buckets may use its memory, since only one replay is read at a time.
+            self._hidden_TH = recorder.alias(self.run_eagerly(meta, live))
 
         self._recording = recorder.record(work)
 
     def replay(self, live: Segments) -> torch.Tensor:
-        """Replays on what the static buffers hold. Returns `[bucket, H]`, overwritten by the next replay."""
+        """Replays on what the static buffers hold. Returns `[bucket, H]`, overwritten by any bucket's next replay."""
         assert self._recording is not None, f"bucket {self._bucket} was not captured"
         self._recording.replay()
         assert self._hidden_TH is not None

@@ -34,10 +34,11 @@ class Recorder(ABC):
 
     @abstractmethod
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory without keeping it alive: what eager work between parts may hold on to.
+        """The same memory without keeping it alive: what eager work between parts may hold on to, and the result.
 
-        Recorded memory is reused by later parts in the order of recording, and a replay keeps that order, so that an
-        alias is valid exactly where it was made. Holding the tensors themselves would keep every layer's apart.
+        Recorded memory is reused by later parts and later recordings in their order. A replay keeps the order of parts,
+        so that an alias is valid exactly where it was made, and the last one of a recording until another is replayed.
+        Holding the tensors themselves would keep every layer's, and every recording's, apart.
         """
 
 
