@@ -72,11 +72,11 @@ class LoopedCall:
 
     def _over_requests(self, segments: Segments, given: Any, joined: Joined | None) -> Joined:
         """Calls for each request; writes into `joined`, or into a new whole."""
-        parts = current_context().alone(segments)
-        live = slice(0, parts[-1][0].stop)
+        live = slice(0, segments.rows()[-1].stop)
         if self._boundaries is not None and self._boundaries.agreed:
             args, kwargs = cut(given, self._loop.inputs, live)
             return self._put(joined, live, self._boundaries.call(args, kwargs, segments), given)
+        parts = current_context().alone(segments)
         for rows, context in parts:
             args, kwargs = cut(given, self._loop.inputs, rows)
             self._prepare()
