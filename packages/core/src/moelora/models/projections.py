@@ -110,6 +110,8 @@ def rows_of(target: Target, tensor: torch.Tensor) -> tuple[torch.Tensor, LoraMet
     A module that sees other rows than those of the batch can be adapted only where all are of one request.
     """
     rows = tensor.reshape(-1, tensor.shape[-1])
+    if rows.stride(-1) != 1:  # a state-space model hands over its channels transposed; kernels read whole rows
+        rows = rows.contiguous()
     context = current_context()
     meta = context.meta
     if rows.shape[0] == meta.token_slot_T.shape[0]:
