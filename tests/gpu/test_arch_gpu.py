@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import transformers
 
 from arch_world import ARCHITECTURES, WRAPPERS, adapt_everything, logprobs, make, merged, tiny, wrapped
-from gpu.test_graphs_gpu import replay_and_padded, values
+from gpu.graph_world import values
+from gpu.test_graphs_gpu import replay_and_padded
 from moelora import EngineOptions, GraphMode, PrefillEngine, Request
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue
@@ -16,7 +18,10 @@ captured: dict[str, str] = {}
 
 
 def world(folder, name):
-    model_class, config = (wrapped if name in WRAPPERS else tiny)(name)
+    try:
+        model_class, config = (wrapped if name in WRAPPERS else tiny)(name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"transformers {transformers.__version__} has no such architecture")
     make(model_class, config, seed=3).save_pretrained(folder / "model")
     catalogue = build_catalogue(open_base(folder / "model").skeleton())
     return model_class, catalogue, adapt_everything(catalogue, folder / "tuned", seed=5)
@@ -43,6 +48,7 @@ def test_a_replay_equals_the_eager_run_bit_for_bit(tmp_path, name):
     engine = engine_of(tmp_path, graph=GraphMode.FULL, dtype="bfloat16")
     graphs = engine.report()["graphs"]
     captured[name] = graphs["mode"]
+    print(f"captured: {name} {graphs['mode']} {graphs['notes']}")
     if graphs["mode"] == "off":
         assert graphs["notes"], "not captured, and no word of why"
         return
@@ -62,7 +68,8 @@ def test_fp32_equals_transformers_with_merged_weights(tmp_path, name):
     results = engine_of(tmp_path, graph=GraphMode.OFF, dtype="float32").score(some)
     for request, result in zip(some, results, strict=True):
         expected = logprobs(tuned if request.adapter == "tuned" else model, list(request.token_ids))
-        # The triton backend's fp32 products, and a kernel of linear attention where one is installed, may use TF32.
+        # A kernel of linear attention, where one is installed, may use TF32; and a near tie of a router may fall
+        # otherwise on another device, which moves the tokens that it routes.
         assert (torch.tensor(result.token_logprobs[1:]) - expected).abs().median() < 1e-3
 
 
