@@ -51,6 +51,9 @@ from moelora.versions import versions
 _KERNEL_TOKENS = 96
 """Longer than the chunks of 64 tokens that kernels of linear attention cut a request into."""
 
+_PROBE_TOKENS = 149
+"""A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for."""
+
 _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
 """Packages that shape a result."""
 
@@ -399,15 +402,16 @@ class PrefillEngine:
         )
 
     def _check_installed(self) -> None:
-        """One tiny base-only batch: shows that the model runs and that it reaches every adapted target."""
-        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0, 0), runs=(), top_k=0)
+        """One small base-only batch: shows that the model runs and that it reaches every adapted target."""
+        length = min(_PROBE_TOKENS, self._capacity.max_tokens, self._max_positions or _PROBE_TOKENS)
+        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0,) * length, runs=(), top_k=0)
         eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
         try:
             with torch.inference_mode():
                 hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
                 base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=self._device)
                 self._head.logits(hidden_TH[-1:], base_row, has_lora=False)
-                self._head.recognise(hidden_TH)
+                self._head.recognise(hidden_TH[-2:])
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
             model_type = self._base.architecture.model_type
             raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error

@@ -6,7 +6,6 @@ Plain linear layers go to `projections`; what is no `torch.nn.Linear` keeps its 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from moelora.errors import AdapterError
 from moelora.models.context import current_context
 from moelora.models.experts import attach_slots, is_experts_module, up_parameter
 from moelora.models.projections import Projections, rows_of
+from moelora.models.replacement import install_replacement
 
 
 class InstalledLora:
@@ -64,7 +64,7 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
     for owner, by_parameter in experts.items():
         _install_experts(modules[owner], owner, by_parameter, installed)
     for name in sorted(bank.layout.replaced):
-        _install_replacement(modules[name], name, bank, installed)
+        install_replacement(modules[name], name, bank, installed.called)
     return installed
 
 
@@ -145,54 +145,3 @@ def _install_experts(
         # Only the experts function itself can tell that it was reached.
         reached=lambda: installed.called.update(names),
     )
-
-
-def _install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, installed: InstalledLora) -> None:
-    """Runs the module once more with each replaced weight, on the rows of its slot alone.
-
-    Installed last: the rows of a slot that replaces a target have no factors there, so they skip the router's tap.
-    """
-    original = module.forward
-    plain = partial(type(module).forward, module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        installed.called.add(name)
-        context = current_context()
-        out = original(*args, **kwargs)
-        if not context.meta.has_lora:
-            return out
-        for slot, weight in bank.replaced_slots(name):
-            rows = (context.meta.token_slot_T == slot).nonzero()[:, 0]
-            if rows.numel():
-                out = _assign(out, rows, _run_with(module, plain, weight, _take(args[0], rows)))
-        return out
-
-    module.forward = forward
-
-
-def _run_with(module: torch.nn.Module, forward: Callable[..., Any], weight: torch.Tensor, x: torch.Tensor) -> Any:
-    parameter = module.get_parameter("weight")
-    own = parameter.data
-    parameter.data = weight
-    try:
-        return forward(x)
-    finally:
-        parameter.data = own
-
-
-def _row_dim(tensor: torch.Tensor, tokens: int) -> int:
-    return 1 if tensor.ndim > 1 and tensor.shape[0] == 1 and tensor.shape[1] == tokens else 0
-
-
-def _take(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return x.index_select(_row_dim(x, current_context().meta.token_slot_T.shape[0]), rows)
-
-
-def _assign(out: Any, rows: torch.Tensor, part: Any) -> Any:
-    """Puts `part` into `rows` of `out`, through the tuples that routers return."""
-    if isinstance(out, torch.Tensor):
-        return out.index_copy_(_row_dim(out, current_context().meta.token_slot_T.shape[0]), rows, part)
-    if isinstance(out, tuple):
-        return tuple(_assign(o, rows, p) for o, p in zip(out, part, strict=True))
-    assert out is None, f"a replaced module returned {type(out).__name__}"
-    return None

@@ -1,0 +1,60 @@
+"""`modules_to_save` on modules that see tokens in other dimensions, or are given more than one tensor."""
+
+import copy
+
+import pytest
+import torch
+
+from adapter_writers import PREFIX, write_adapter
+from arch_world import logprobs, make, tiny
+from moelora import EngineOptions, PrefillEngine, Request
+from moelora.adapters.names import canonical
+from moelora.models.base_model import open_base
+from moelora.models.catalogue import build_catalogue
+
+CASES = [
+    ("hunyuan_v1_moe", "query_layernorm"),  # [1, heads, T, D]
+    ("deepseek_v3", "kv_b_proj"),  # [1, 1, T, R]
+    ("bailing_hybrid", "self_attn.o_norm"),  # gated, [1, T, heads, D]
+    ("qwen3_next", "linear_attn.norm"),  # gated, [T·heads, D]
+    ("deepseek_v4", "mlp.gate"),  # reads token ids besides
+    ("hy_v3", "mlp.gate"),  # is given a bias besides
+    ("deepseek_v4", "compressor.kv_norm"),  # needs some tokens to be called at all
+]
+
+
+@pytest.mark.parametrize(("architecture", "ending"), CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_replaced_modules_equal_changed_weights(tmp_path, architecture, ending):
+    model_class, config = tiny(architecture)
+    make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    model = model_class.from_pretrained(tmp_path / "model").eval().requires_grad_(False)
+    targets = build_catalogue(open_base(tmp_path / "model").skeleton()).targets
+    names = [name for name in targets if name.endswith(ending)]
+    assert names
+    models = {"__base__": model}
+    for seed, adapter in enumerate(("one", "other")):
+        generator = torch.Generator().manual_seed(seed)
+        weights = {name: torch.randn(targets[name].shape, generator=generator) * 0.5 for name in names}
+        stored = {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+        write_adapter(tmp_path / adapter, stored, modules_to_save=[ending.rpartition(".")[2]], target_modules=[])
+        changed = models[adapter] = copy.deepcopy(model)
+        parameters = {canonical(name): parameter for name, parameter in changed.named_parameters()}
+        for name, weight in weights.items():
+            parameters[canonical(f"{name}.weight")].copy_(weight)
+    engine = PrefillEngine(
+        tmp_path / "model",
+        adapters={name: tmp_path / name for name in ("one", "other")},
+        options=EngineOptions(device="cpu"),
+    )
+
+    generator = torch.Generator().manual_seed(7)
+    heads = config.num_attention_heads
+    for lengths in ((2, 40, 9), (1, heads - 1), (heads,)):  # once as many tokens as heads
+        requests = [
+            Request(token_ids=torch.randint(3, 120, (length,), generator=generator).tolist(), adapter=adapter)
+            for length, adapter in zip(lengths, ("one", "other", "__base__"), strict=False)
+        ]
+        for request, result in zip(requests, engine.score(requests), strict=True):
+            expected = logprobs(models[request.adapter], request.token_ids)
+            torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
