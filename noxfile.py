@@ -21,8 +21,10 @@ def install_moelora(session: nox.Session, *more: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The test suite, on the CPU. Arguments after `--` go to pytest."""
-    install_moelora(session, "peft", "pyarrow", "matplotlib", "pytest", "pytest-timeout", "hypothesis")
-    session.run("pytest", "-q", "-m", "not gpu", "--timeout", "300", *session.posargs)
+    install_moelora(session, "peft", "pyarrow", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+    # A process per core, each with one thread: threads of small products cost more than they give.
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "-q", "-m", "not gpu", "--timeout", "300", "-n", "auto", *session.posargs, env=one_thread)
 
 
 @nox.session
