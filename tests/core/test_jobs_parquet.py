@@ -1,5 +1,7 @@
 """Parquet in and out says what JSON Lines says."""
 
+import datetime
+import decimal
 import json
 
 import pytest
@@ -85,9 +87,23 @@ def test_empty_missing_and_unspeakable(tmp_path):
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "empty.parquet")
     with pytest.raises(InputError, match="has no rows"):
         ParquetReader(tmp_path / "empty.parquet")
-    parquet.write_table(pa.table({"prompt": ["a"], "metadata": [b"\x00"]}), tmp_path / "bytes.parquet")
+    nested = pa.table({"prompt": ["a"], "metadata": [{"raw": b"\x00"}]})
+    parquet.write_table(nested, tmp_path / "bytes.parquet")
     with pytest.raises(InputError, match="column 'metadata' of row 1"):
         list(ParquetReader(tmp_path / "bytes.parquet"))
     (tmp_path / "in.jsonl").write_bytes(b"PAR1 in disguise")
     with pytest.raises(InputError, match="Parquet"):
         LineReader(tmp_path / "in.jsonl")
+
+
+@pytest.mark.parametrize("value", [b"\x00", datetime.date(2020, 1, 1), decimal.Decimal("1.5")])
+def test_columns_that_json_does_not_have_are_refused_before_any_work(tmp_path, value):
+    parquet.write_table(pa.table({"prompt": ["a", "b"], "metadata": [None, value]}), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match=r"column 'metadata' is of type .*, which JSON does not have"):
+        ParquetReader(tmp_path / "in.parquet")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    parquet.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match="column 'prompt' stands there 2 times"):
+        ParquetReader(tmp_path / "in.parquet")

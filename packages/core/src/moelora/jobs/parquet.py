@@ -48,6 +48,20 @@ class ParquetReader:
             raise InputError(f"input {source} is no readable Parquet file: {_first_line(error)}") from None
         if self._file.metadata.num_rows == 0:
             raise InputError(f"input {source} has no rows")
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Before any work: of two columns of one name a row would keep one alone."""
+        from pyarrow import types
+
+        schema = self._file.schema_arrow
+        for name in schema.names:
+            count = schema.names.count(name)
+            if count > 1:
+                raise InputError(f"input {self.name}: column {name!r} stands there {count} times")
+            value = schema.field(name).type
+            if types.is_temporal(value) or types.is_decimal(value) or _is_binary(value):
+                raise InputError(f"input {self.name}: column {name!r} is of type {value}, which JSON does not have")
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         number = 0
@@ -122,6 +136,12 @@ class ParquetSink:
                 os.replace(self._temporary, self._final)
         finally:
             self._temporary.unlink(missing_ok=True)
+
+
+def _is_binary(value: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_binary(value) or types.is_large_binary(value) or types.is_fixed_size_binary(value))
 
 
 def output_schema() -> Any:
