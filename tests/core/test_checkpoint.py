@@ -221,3 +221,19 @@ def test_dtypes(folder):
     assert load(folder).dtype == torch.float32
     with pytest.raises(ConfigError, match="bfloat16"):
         load_base(open_base(folder), device=CPU, dtype="bf16")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_memory_that_runs_out_is_no_fault_of_the_config(folder, monkeypatch, error, load_format):
+    source = open_base(folder, load_format=load_format)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    name = "from_pretrained" if load_format == "auto" else "_from_config"
+    whole = source.skeleton()
+    monkeypatch.setattr(type(source), "skeleton", lambda self: whole)
+    monkeypatch.setattr(source.model_class, name, fail)
+    with pytest.raises(CheckpointError, match=r"out of memory on cpu while loading .*: its weights alone take 0.0 GiB"):
+        load_base(source, device=torch.device("cpu"))

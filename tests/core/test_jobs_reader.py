@@ -79,6 +79,8 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, name: str):
     ("content", "kind"),
     [
         (gzip.compress(b"{}\n", mtime=0), "gzip"),
+        (b'[\n  {"prompt": "a"}\n]\n', "one JSON array"),
+        (b'\n [{"prompt": "a"}]\n', "one JSON array"),
         (b"PAR1....", "Parquet"),
         ('{"prompt": "x"}\n'.encode("utf-16"), "UTF-16"),
         (b"PK\x03\x04..", "archive"),

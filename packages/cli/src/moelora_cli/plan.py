@@ -179,6 +179,7 @@ def _graph_lines(engine: dict[str, Any]) -> list[str]:
 
 
 def _memory_lines(memory: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
+    from moelora.environment import free_host_memory
     from moelora.jobs.report import MEMORY_PARTS
 
     lines = [f"{size(memory[key]):>10}  {text}" for key, text in MEMORY_PARTS.items()]
@@ -189,4 +190,6 @@ def _memory_lines(memory: dict[str, Any], devices: list[dict[str, Any]]) -> list
             left = one["free"] - memory["needed"]
             said = f"fits, {size(left)} left" if one["fits"] else f"does not fit, {size(-left)} too much"
             lines.append(f"{one['device']}: {said} ({size(one['free'])} of {size(one['total'])} are free)")
+        elif (host := free_host_memory()) is not None and host < memory["needed"]:
+            lines.append(f"{one['device']}: more than this machine has free, {size(host)}")
     return lines

@@ -64,6 +64,8 @@ class LineReader:
                     raise InputError(f"input {self.name} is {kind}; accepted is {ACCEPTED}")
             if self._first is None:
                 raise InputError(f"input {self.name} is empty; accepted is {ACCEPTED}")
+            if self._first[1].strip() == b"[" or self._first[1].lstrip().startswith(b"[{"):
+                raise InputError(f"input {self.name} is one JSON array; accepted is {ACCEPTED}")
         except BaseException:
             self.close()
             raise

@@ -140,14 +140,14 @@ def load_base(source: BaseSource, *, device: torch.device, dtype: str = "auto") 
     dtype "auto" is the checkpoint's own on an accelerator and float32 on the CPU, where it is both faster and closer to
     the truth. Raises `CheckpointError` or `ConfigError`; nothing is ever left at random values silently.
     """
-    config, architecture, model_class = source.config, source.architecture, source.model_class
+    config, architecture = source.config, source.architecture
     torch_dtype = resolve_dtype(dtype, config, device)
     register_attention()
     register_experts()
     own: dict[str, Any] = {"attn_implementation": EAGER}
     skipped: set[str] = set()
     if source.files is None:
-        causal_lm = _random_model(model_class, config, device, torch_dtype, own)
+        causal_lm = _random_model(source, config, device, torch_dtype, own)
     else:
         causal_lm, skipped = _load_weights(source, source.files, device, torch_dtype, own)
     drop_other_modalities(causal_lm)
@@ -187,7 +187,7 @@ def load_plain(
         own["experts_implementation"] = experts
     config = copy.deepcopy(source.config)
     if source.files is None:
-        causal_lm = _random_model(source.model_class, config, device, dtype, own)
+        causal_lm = _random_model(source, config, device, dtype, own)
     else:
         causal_lm, _ = _load_weights(replace(source, config=config), source.files, device, dtype, own)
     return causal_lm.to(device).eval().requires_grad_(False)
@@ -282,6 +282,7 @@ def _load_weights(
                 **plugged,
             )
         except Exception as error:
+            _refuse_for_memory(error, source, device, dtype)
             raise CheckpointError(f"{folder} could not be loaded: {_first_line(error)}") from error
     if info["mismatched_keys"]:
         name, given, wanted = sorted(info["mismatched_keys"])[0]
@@ -305,14 +306,26 @@ def _load_weights(
 
 
 def _random_model(
-    model_class: Any, config: Any, device: torch.device, dtype: torch.dtype, plugged: dict[str, Any]
+    source: BaseSource, config: Any, device: torch.device, dtype: torch.dtype, plugged: dict[str, Any]
 ) -> torch.nn.Module:
     """Random weights of the right shapes, made on the device itself."""
     try:
         with device, _Quiet():
-            return model_class._from_config(config, dtype=dtype, **plugged)
+            return source.model_class._from_config(config, dtype=dtype, **plugged)
     except Exception as error:
+        _refuse_for_memory(error, source, device, dtype)
         raise CheckpointError(f"no model can be made from this config: {_first_line(error)}") from error
+
+
+def _refuse_for_memory(error: Exception, source: BaseSource, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises `CheckpointError` with what the weights take, if `error` says that memory ran out."""
+    ran_out = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if ran_out:
+        needed = sum(parameter.numel() for parameter in source.skeleton().parameters()) * dtype.itemsize
+        raise CheckpointError(
+            f"out of memory on {device} while loading {source.folder}: its weights alone take {needed / 2**30:.1f} GiB "
+            f"in {str(dtype).removeprefix('torch.')}; moelora plan shows all parts"
+        ) from error
 
 
 def _extra_predictions(names: Iterable[str], layers: int, announced: int) -> set[str]:
