@@ -294,3 +294,12 @@ def test_fifty_adapters_load_the_base_once(world, monkeypatch):
     assert engine.report()["adapter_loads"] == 50
     for i, result in enumerate(results):
         assert result.token_logprobs == results[i % 4].token_logprobs
+
+
+def test_a_single_request_and_a_list_of_adapters_are_refused_with_what_to_give(tmp_path):
+    save_model(tmp_path, "qwen3_moe")
+    with pytest.raises(AdapterError, match="must map names to folders, got list"):
+        PrefillEngine(tmp_path, adapters=["x"], options=EngineOptions(device="cpu"))
+    engine = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
+    with pytest.raises(RequestError, match="a list of requests"):
+        engine.score(Request(token_ids=[1]))

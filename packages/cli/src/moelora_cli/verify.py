@@ -120,7 +120,7 @@ def _table(verdict: Verdict) -> str:
         lines.append("  ".join(cells).rstrip())
     lines += [f"note: {one.adapter}: {one.note}" for one in verdict.comparisons if one.note]
     if verdict.stats.error_rows:
-        lines.append(f"note: {verdict.stats.error_rows:,} rows of the input cannot be scored and were left out")
+        lines.append(f"note: {verdict.stats.error_rows:,} pairs of row and adapter cannot be scored and were left out")
     lines += [f"note: {error}" for error in verdict.stats.first_errors]
     allowed = verdict.tolerance
     word = f"too far apart: {', '.join(verdict.failed)}" if verdict.failed else "all agree"

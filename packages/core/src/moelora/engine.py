@@ -215,6 +215,8 @@ class PrefillEngine:
         Raises:
             RequestError: If a request cannot be scored; nothing has been scored then.
         """
+        if isinstance(requests, Request):
+            raise RequestError("score takes a list of requests, got a single one")
         requests = list(requests)
         for i, request in enumerate(requests):
             reason = self.check(request)
@@ -330,6 +332,8 @@ class PrefillEngine:
     def _load_adapters(
         self, given: Mapping[str, str | Path | Adapter], source: BaseSource, say: Callable[[str], None]
     ) -> HostAdapters:
+        if not isinstance(given, Mapping):
+            raise AdapterError(f"adapters must map names to folders, got {type(given).__name__}")
         sources: dict[str, Path | Adapter] = {}
         for name, one in given.items():
             if name == BASE_ADAPTER or not name:
