@@ -254,15 +254,16 @@ def test_verdicts_are_kept(name, tmp_path, monkeypatch):
     assert len(made) == 1
     (file,) = cache_folder().glob("*.json")
     assert Architecture.from_json(json.loads(file.read_text())) == first
-    for spoilt in ("", "{", "[]", '{"packs": true}'):
+    odd = json.dumps({**first.to_json(), "packs": "false"})
+    for spoilt in ("", "{", "[]", '{"packs": true}', odd):
         file.write_text(spoilt)
         moelora.models.verdicts._known.clear()
         assert find_verdict(model_class, config, decoder) == first
-    assert len(made) == 5
+    assert len(made) == 6
     other = copy.deepcopy(config)
     other.rms_norm_eps = 0.5
     find_verdict(model_class, other, decoder)
-    assert len(made) == 6
+    assert len(made) == 7
 
 
 def test_random_numbers_of_the_process_are_left_alone():
