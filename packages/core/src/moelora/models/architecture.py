@@ -47,7 +47,8 @@ class Architecture:
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Architecture:
         """Reads what `to_json` gave. Raises `KeyError` or `TypeError` for anything else."""
-        for name, kind in (("model_type", str), ("packs", bool), ("attention", str), ("experts", bool), ("reason", str)):
+        kinds = {"model_type": str, "packs": bool, "attention": str, "experts": bool, "reason": str}
+        for name, kind in kinds.items():
             if not isinstance(found[name], kind):
                 raise TypeError(f"{name} is {found[name]!r}")
         loops = tuple(
