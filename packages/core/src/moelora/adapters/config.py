@@ -86,7 +86,10 @@ class AdapterConfig:
         return self.r
 
     def scale_of(self, name: str) -> float:
-        """α/r, or α/√r with rsLoRA, for a module or wrapped parameter by its name in the adapter file."""
+        """α/r (LoRA, arXiv 2106.09685), or α/√r (rsLoRA, arXiv 2312.03732).
+
+        name: of a module or wrapped parameter, as the adapter file has it.
+        """
         alpha, rank = self.lora_alpha, self.rank_of(name)
         for pattern, given in self.alpha_pattern:
             if pattern.match(name):

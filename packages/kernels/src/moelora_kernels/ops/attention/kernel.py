@@ -2,7 +2,8 @@
 
 Legend: T tokens, S sequence slots, H query heads, G key and value heads, D head width, Dv value width, M tiles. A tile
 holds up to BM queries of one sequence. Keys are walked in blocks that start at the sequence's first token, so a row's
-sums do not depend on what else is in the batch.
+sums do not depend on what else is in the batch. The softmax is summed online (arXiv 1805.02867), as in FlashAttention
+(arXiv 2205.14135).
 """
 
 # mypy: disable-error-code="no-untyped-def"

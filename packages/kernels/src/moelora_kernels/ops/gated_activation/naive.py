@@ -1,4 +1,4 @@
-"""Gated activations in plain torch: the truth, with the rounding steps of the transformers modules."""
+"""Gated activations (GLU variants, arXiv 2002.05202) in plain torch: the truth, rounded as the transformers modules do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm in plain torch: the truth, with the rounding steps of the transformers modules."""
+"""RMSNorm (arXiv 1910.07467) in plain torch: the truth, with the rounding steps of the transformers modules."""
 
 from __future__ import annotations
 

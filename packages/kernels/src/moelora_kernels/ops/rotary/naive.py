@@ -1,4 +1,4 @@
-"""Rotary position embedding in plain torch: the truth, with the rounding steps of the transformers functions."""
+"""Rotary position embedding (arXiv 2104.09864) in plain torch: the truth, rounded as the transformers functions do."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Triton kernels of the scoring head: rows × lm_head, reduced per tile of the vocabulary, then over the tiles.
 
+The log-sum-exp is joined from tiles as in an online softmax (arXiv 1805.02867).
+
 Legend: N rows, V vocabulary, H hidden, R rank, C tiles of the vocabulary. Logits live in registers only.
 """
 
