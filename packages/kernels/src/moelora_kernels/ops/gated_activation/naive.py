@@ -1,4 +1,4 @@
-"""Gated activations (GLU variants, arXiv 2002.05202) in plain torch: the truth, rounded as the transformers modules do."""
+"""Gated activations (arXiv 2002.05202) in plain torch: the truth, rounded as the transformers modules do."""
 
 from __future__ import annotations
 
