@@ -40,7 +40,7 @@ def test_the_table_and_the_conclusion(capfd: pytest.CaptureFixture[str], rows: P
         ["old", "merged", "2"],
     ]
     assert "note: old: PEFT does not apply layout P as it is meant" in lines
-    assert "note: 1 pairs of row and adapter cannot be scored and were left out" in lines
+    assert "note: left out because of errors: 1 pair of row and adapter" in lines
     assert lines[-1] == "all agree (float32 on cpu, largest difference up to 0.001 nats allowed)"
 
 

@@ -294,7 +294,7 @@ def test_an_adapter_that_scores_as_the_base_is_told():
     records = [ids(*random.Random(i).choices(range(20, 500), k=5)) for i in range(6)]
     _, stats = run(records, names=("A", "twin"), with_base=True)
     assert len(stats.warnings) == 1
-    assert "adapter 'twin' scores exactly as the base in all 6 rows" in stats.warnings[0]
+    assert "adapter 'twin' scores exactly as the base in every row scored with both (6 rows)" in stats.warnings[0]
     assert run(records, names=("twin",))[1].warnings == []
 
 
@@ -339,7 +339,7 @@ def test_report_summary_and_metrics_agree():
     said = dict(summary(report))
     assert "1 with errors" in said["rows"]
     assert said["batches"] == "2 full at 64, 3 eager: graphs are switched off (--graph off)"
-    assert "1 tokens of 1 rows" in said["cut"]
+    assert "1 token of 1 row" in said["cut"]
     text = encode_metrics(report).decode()
     for line in (
         "moelora_tokens_total 6.0",

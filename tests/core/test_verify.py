@@ -198,7 +198,7 @@ def test_nothing_of_an_adapter_stays_in_the_reference(tmp_path, monkeypatch):
 
 def test_without_peft_the_remedy_is_named(world, monkeypatch):
     monkeypatch.setattr(reference_module, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install peft"):
+    with pytest.raises(ConfigError, match=r"python -m pip install 'moelora\[verify\]'"):
         check(world, ["old", "attention"])
     verdict, _ = check(world, ["old"])
     assert verdict.failed == []

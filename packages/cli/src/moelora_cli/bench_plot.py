@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.errors import ConfigError, choose_from
+from moelora.wording import counted
 
 if TYPE_CHECKING:
     from moelora.bench.report import BenchReport, Measurement
@@ -19,7 +20,7 @@ def check_plot(path: str) -> None:
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(choose_from("plot format", Path(path).suffix, _SUFFIXES))
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install moelora-cli[plot]")
+        raise ConfigError("--plot needs matplotlib: python -m pip install 'moelora-cli[plot]'")
 
 
 def draw(report: BenchReport, path: str) -> None:
@@ -41,7 +42,7 @@ def draw(report: BenchReport, path: str) -> None:
         measured = {(_setting(one), one.workload): one for one in report.measurements if one.task == task}
         _panel(panel, task, measured, settings, workloads)
     panels[0].legend(loc="upper right", fontsize="small")
-    figure.suptitle(f"{report.model}: {report.layers} layers, {report.dtype}, {report.device_name}")
+    figure.suptitle(f"{report.model}: {counted(report.layers, 'layer')}, {report.dtype}, {report.device_name}")
     figure.savefig(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
+from moelora.wording import counted
 from moelora_cli.command import size
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ def tables(report: BenchReport) -> str:
     console = Console(file=out, width=_WIDTH, highlight=False, color_system=None, soft_wrap=True)
     ceilings = report.ceilings
     console.print(
-        f"{report.model}: {report.architecture}, {report.layers} layers, {report.dtype} on {report.device_name}; "
-        f"at most {report.max_tokens:,} tokens per batch"
+        f"{report.model}: {report.architecture}, {counted(report.layers, 'layer')}, {report.dtype} on "
+        f"{report.device_name}; at most {report.max_tokens:,} tokens per batch"
     )
     console.print(
         f"ceilings: {ceilings.bytes_per_second / 1e12:.3g} TB/s copied, "

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moelora.wording import counted
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def score_in_parts(
     engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
     engine.score_chunk_rows = store.agree("score-chunk-rows", engine.score_chunk_rows)
     if store.finished() and not worker:
-        progress.say(f"going on with {store.finished():,} finished parts in {store.folder}")
+        progress.say(f"going on with {counted(store.finished(), 'finished part')} in {store.folder}")
     try:
         run_into_parts(job, read, window_requests(len(engine.adapter_names), engine.slots), store)
     except BaseException:
@@ -88,7 +89,7 @@ def parts_are_safe(folder: Path) -> str:
     """What is said when a run ends before its time."""
     from moelora.jobs.parts import count_parts
 
-    return f"{count_parts(folder):,} parts are safe in {folder}; the same command goes on from there"
+    return f"kept {counted(count_parts(folder), 'finished part')} in {folder}; the same command goes on from there"
 
 
 def write_output(folder: Path, output: str | Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 import click
 
 from moelora.errors import ConfigError
+from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, MoeloraCommand, size
 from moelora_cli.options import (
     engine_options,
@@ -139,27 +140,30 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         ("rows", f"{facts['rows']:,} in, {facts['output_rows']:,} out, {facts['error_rows']:,} with errors"),
         (
             "tokens",
-            f"{facts['tokens']:,} in {facts['requests']:,} requests; {engine['tokens']:,} run through the model",
+            f"{facts['tokens']:,} in {counted(facts['requests'], 'request')}; "
+            f"{engine['tokens']:,} run through the model",
         ),
         (
             "batches",
             f"{engine['batches']:,}, {share:.0%} full; "
-            f"at most {engine['max_tokens']:,} tokens and {engine['max_requests']:,} requests each",
+            f"at most {counted(engine['max_tokens'], 'token')} and {counted(engine['max_requests'], 'request')} each",
         ),
     ]
     windows = facts["windows"]
     if facts["shard"] is not None:
-        lines.append(("shard", f"{facts['shard']}: {windows['planned']:,} of {windows['total']:,} windows"))
+        lines.append(("shard", f"{facts['shard']}: {windows['planned']:,} of {counted(windows['total'], 'window')}"))
     if len(facts["devices"]) > 1:
         names = ", ".join(one["device"] for one in facts["devices"])
-        lines.append(("workers", f"{len(facts['devices'])} on {names}, for {windows['total']:,} windows"))
+        lines.append(("workers", f"{len(facts['devices'])} on {names}, for {counted(windows['total'], 'window')}"))
     if facts["truncated_rows"]:
-        lines.append(("cut", f"{facts['truncated_tokens']:,} tokens of {facts['truncated_rows']:,} rows"))
+        cut = counted(facts["truncated_tokens"], "token")
+        lines.append(("cut", f"{cut} of {counted(facts['truncated_rows'], 'row')}"))
     if not engine["packed"]:
         lines.append(("alone", f"one request per batch: {engine['packing_reason']}"))
     lines += [("graphs", line) for line in _graph_lines(engine)]
     if engine["adapters"]:
-        loads = f"{engine['adapters']:,} in {engine['slots']:,} slots, loaded {engine['adapter_loads']:,} times in all"
+        loads = f"loaded {counted(engine['adapter_loads'], 'time')} in all"
+        loads = f"{engine['adapters']:,} in {counted(engine['slots'], 'slot')}, {loads}"
         lines.append(("adapters", f"{loads}; {size(engine['bytes_per_slot'])} per slot"))
     lines += [("memory", line) for line in _memory_lines(engine["memory"], facts["devices"])]
     lines += [("row error", error) for error in facts["first_errors"]]

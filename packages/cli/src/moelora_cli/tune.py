@@ -60,7 +60,7 @@ def tune(**options: Any) -> int:
 def _tune(options: dict[str, Any], progress: Progress) -> str:
     """Tunes every kind of experts layer of the model, writes the table, and returns what to print."""
     if find_spec("moelora_kernels") is None:
-        raise ConfigError("there is nothing to tune without kernels: pip install moelora-kernels")
+        raise ConfigError("there is nothing to tune without kernels: install the package moelora-kernels")
     from moelora.environment import resolve_device
     from moelora.models.base_model import DTYPES, open_base
     from moelora.models.experts import is_experts_module, moe_shapes

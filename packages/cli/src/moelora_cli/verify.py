@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from moelora.errors import ConfigError
+from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, EXIT_FAILED, MoeloraCommand
 from moelora_cli.options import (
     POSITIVE,
@@ -120,7 +121,8 @@ def _table(verdict: Verdict) -> str:
         lines.append("  ".join(cells).rstrip())
     lines += [f"note: {one.adapter}: {one.note}" for one in verdict.comparisons if one.note]
     if verdict.stats.error_rows:
-        lines.append(f"note: {verdict.stats.error_rows:,} pairs of row and adapter cannot be scored and were left out")
+        pairs = f"{counted(verdict.stats.error_rows, 'pair')} of row and adapter"
+        lines.append(f"note: left out because of errors: {pairs}")
     lines += [f"note: {error}" for error in verdict.stats.first_errors]
     allowed = verdict.tolerance
     word = f"too far apart: {', '.join(verdict.failed)}" if verdict.failed else "all agree"

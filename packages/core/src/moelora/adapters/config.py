@@ -120,7 +120,8 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         raw = json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise AdapterError(f"{path}: not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+        what = error.msg.removesuffix(" at")
+        raise AdapterError(f"{path}: not valid JSON: {what} at line {error.lineno} column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # a duplicate key, a number of 5,000 digits, endless nesting
         raise AdapterError(f"{path}: not a usable JSON object: {error}") from None
     if not isinstance(raw, dict):

@@ -45,7 +45,9 @@ class TransformersPeer:
     ) -> None:
         """rank: of the adapter; 0 for none. max_tokens: of a padded batch. Raises `ConfigError` without PEFT."""
         if rank and find_spec("peft") is None:
-            raise ConfigError("the peer's adapters need PEFT, which is not installed: pip install peft")
+            raise ConfigError(
+                "the peer's adapters need PEFT, which is not installed: python -m pip install 'moelora[verify]'"
+            )
         torch.manual_seed(seed)
         self._device = device
         self._max_tokens = max_tokens

@@ -35,6 +35,7 @@ from moelora.models.experts import moe_shapes
 from moelora.options import EngineOptions, batch_limits, choose_backend, derive_capacity
 from moelora.types import GraphMode
 from moelora.versions import versions
+from moelora.wording import counted
 
 _REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "peft")
 
@@ -132,11 +133,11 @@ class _Bench:
         for backend in self._bench.backends:
             for graph in self._bench.graphs:
                 for count, rank in self._adapter_settings():
-                    what = f"moelora {backend}, graph {graph}, {count} adapters of rank {rank}"
+                    what = f"moelora {backend}, graph {graph}, {counted(count, 'adapter')} of rank {rank}"
                     self._attempt(report, what, partial(self._time_engine, report, backend, graph, count, rank))
         if self._bench.peer:
             for count, rank in self._adapter_settings():
-                what = f"transformers, {count} adapters of rank {rank}"
+                what = f"transformers, {counted(count, 'adapter')} of rank {rank}"
                 self._attempt(report, what, partial(self._time_peer, report, count, rank))
         return report
 
@@ -158,7 +159,7 @@ class _Bench:
         options = replace(self._options, backend=backend, graph=graph, slots=max(count, 1))
         limits = self._limits(options, adapters)
         options = replace(options, buckets=self._buckets(limits, list(adapters)))
-        self._say(f"making an engine: backend {backend}, graph {graph}, {count} adapters of rank {rank}")
+        self._say(f"making an engine: backend {backend}, graph {graph}, {counted(count, 'adapter')} of rank {rank}")
         began = time.perf_counter()
         engine = PrefillEngine(self._model, adapters=adapters, options=options, on_event=self._say)
         setup_s = time.perf_counter() - began

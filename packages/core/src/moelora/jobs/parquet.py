@@ -24,7 +24,7 @@ _GROUP_ROWS = 8192
 def require_pyarrow(what: str) -> None:
     """Raises `ConfigError` saying how to install what is missing."""
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"{what} is Parquet, which needs pyarrow: pip install 'moelora[parquet]'")
+        raise ConfigError(f"{what} is Parquet, which needs pyarrow: python -m pip install 'moelora[parquet]'")
 
 
 class ParquetReader:

@@ -293,9 +293,9 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
     manifest = _read_json(folder / _MANIFEST) or {}
     shards = int(manifest.get("shards", 1))
     ends = {int(m[1]): _read_json(folder / m[0]) for p in folder.iterdir() if (m := _END.fullmatch(p.name))}
-    missing = [str(i) for i in range(shards) if i not in ends]
+    missing = [f"{i}/{shards}" for i in range(shards) if i not in ends]
     if missing:
-        raise ConfigError(f"{folder}: shards {', '.join(missing)} of {shards} have not finished")
+        raise ConfigError(f"{folder}: not finished yet: shard {', '.join(missing)}")
     windows = {end["windows"] for end in ends.values() if end}
     if len(windows) != 1:
         raise ConfigError(f"{folder}: the shards disagree about the length of the input ({sorted(windows)} windows)")

@@ -11,6 +11,7 @@ from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
 from moelora.versions import versions
+from moelora.wording import counted
 
 MEMORY_PARTS = {
     "base": "base weights",
@@ -70,7 +71,7 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The report in a few (label, text) lines for people."""
     lines = [
         ("rows", f"{report['rows']:,} in, {report['output_rows']:,} out, {report['error_rows']:,} with errors"),
-        ("tokens", f"{report['tokens']:,} in {report['requests']:,} requests"),
+        ("tokens", f"{report['tokens']:,} in {counted(report['requests'], 'request')}"),
         (
             "time",
             f"{report['seconds']:.1f} s scoring ({report['tokens_per_second']:,.0f} tokens/s), "
@@ -78,7 +79,8 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if report["truncated_rows"]:
-        lines.append(("cut", f"{report['truncated_tokens']:,} tokens of {report['truncated_rows']:,} rows"))
+        cut = counted(report["truncated_tokens"], "token")
+        lines.append(("cut", f"{cut} of {counted(report['truncated_rows'], 'row')}"))
     engine = report["engine"]
     passes = [
         f"{entry['count']:,} {entry['mode']} at {entry['bucket']}"

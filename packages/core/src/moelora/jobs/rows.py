@@ -104,7 +104,7 @@ def load_object(data: bytes) -> dict[str, Any]:
     except RequestError:
         raise
     except json.JSONDecodeError as error:
-        raise RequestError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+        raise RequestError(f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise RequestError("not readable: the JSON is nested too deeply") from None
     except ValueError as error:  # an integer beyond the interpreter's limit of digits

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moelora.types import BASE_ADAPTER, Result
+from moelora.wording import counted
 
 _SHOWN_ERRORS = 5
 
@@ -79,8 +80,8 @@ class JobStats:
         """One sentence for each adapter that scores as the base does."""
         return [
             f"adapter {adapter!r} scores {'exactly' if twin.equal_rows == twin.rows else 'up to rounding'} as the base "
-            f"in all {twin.rows} rows scored with both; check that it is the adapter you mean (moelora inspect shows "
-            "what it changes)"
+            f"in every row scored with both ({counted(twin.rows, 'row')}); check that it is the adapter you mean "
+            "(moelora inspect shows what it changes)"
             for adapter, twin in self.twins.items()
             if twin.is_twin
         ]

@@ -67,7 +67,10 @@ def require_peft(choices: Mapping[str, ReferenceChoice]) -> None:
     """Raises `ConfigError` if an adapter is to be compared with PEFT, and PEFT is not installed."""
     names = [name for name, choice in choices.items() if choice.kind is ReferenceKind.PEFT]
     if names and find_spec("peft") is None:
-        raise ConfigError(f"adapter {names[0]!r} is to be compared with PEFT, which is not installed: pip install peft")
+        raise ConfigError(
+            f"adapter {names[0]!r} is to be compared with PEFT, which is not installed: "
+            "python -m pip install 'moelora[verify]'"
+        )
 
 
 class Reference:
