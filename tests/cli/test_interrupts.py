@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_to_the_same_file(command: Command):
     assert process.returncode == 130
     assert "; the same command goes on from there" in stderr
     assert not command.output.exists()
-    done = command("--quiet")
+    done = command()
     assert done.code == 0
     assert "going on with" in done.stderr
     assert command.output.read_bytes() == whole.read_bytes()

@@ -274,6 +274,22 @@ def test_a_reader_that_leaves_is_no_error(command: Command):
     assert said == "a library prints to stdout\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands for a full disk")
+@pytest.mark.parametrize(
+    ("output", "more", "name"),
+    [("-", [], "standard output"), ("-", ["--dry-run"], "standard output"), ("/dev/full", [], "/dev/full")],
+)
+def test_a_full_disk_is_told_with_the_name_of_the_output(command: Command, output: str, more: list[str], name: str):
+    arguments = ["prefill", command.model, "--input", command.input, "--output", output, "--quiet", *more]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*SCRIPT, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60
+        )
+    assert done.returncode == 1
+    assert f"error: {name}: No space left on device" in done.stderr.splitlines()
+    assert done.stderr.count("No space") == 1
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_no_file(command: Command, number: int, code: int):
     """Rows come through a pipe that stays open, so the run is certain to be under way when it is stopped."""

@@ -1,7 +1,9 @@
 """Runs in parts from the outside: killed and gone on with, in shards, with workers."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, Outcome, run
 from moelora.jobs.parts import RUN_LOCK, hold_folder
-from moelora_cli import workers
+from moelora_cli import progress, workers
 from moelora_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("no_real_engine")
@@ -45,11 +47,41 @@ def test_a_killed_run_goes_on_to_the_same_file(command: Command):
                 time.sleep(0.01)
             process.kill()
         assert not command.output.exists()
-    done = command("--quiet")
+    done = command()
     assert done.code == 0
-    assert "going on with" in done.stderr
+    assert re.search(r"going on with \d finished parts in .*/out.jsonl.parts\n", done.stderr)
     assert command.output.read_bytes() == whole.read_bytes()
     assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
+
+
+def interrupted(command: Command, *arguments: Any) -> None:
+    """Leaves one finished part, of 4,096 rows and as many lines, of 5,000: the engine breaks in the second."""
+    many_rows(command, 5_000)
+    engine = sys.modules["moelora.engine"].PrefillEngine
+    score_one, calls = engine.score_one, itertools.count()
+
+    def broken(self: Any, request: Any) -> Any:
+        if next(calls) > 4_500:
+            raise RuntimeError("broken")
+        return score_one(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "score_one", broken)
+        assert "\nkept 1 finished part in" in command(*arguments).stderr
+
+
+def test_going_on_is_said_unless_quiet(command: Command):
+    for arguments, said in (((), True), (("--quiet",), False)):
+        interrupted(command, "--overwrite")
+        done = command(*arguments, "--overwrite")
+        assert done.code == 0
+        assert "going on" not in done.stderr, "nothing is kept"
+        command.output.unlink()
+        interrupted(command)
+        done = command(*arguments)
+        assert done.code == 0
+        assert (f"going on with 1 finished part in {command.output}.parts" in done.stderr.splitlines()) is said
+        command.output.unlink()
 
 
 def test_parts_of_another_run_are_refused_by_what_changed(command: Command, monkeypatch: pytest.MonkeyPatch):
@@ -87,6 +119,14 @@ def test_shards_merge_to_the_single_run(command: Command):
     assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr
 
 
+def test_a_shard_counts_its_own_parts(command: Command):
+    many_rows(command, 10_000)
+    assert "going on" not in command("--shard", "0/2", output="shards").stderr
+    assert "going on" not in command("--shard", "1/2", output="shards").stderr
+    again = command("--shard", "0/2", output="shards").stderr
+    assert "going on with 2 finished parts in shards" in again.splitlines()
+
+
 # With workers.
 
 
@@ -112,6 +152,38 @@ def test_two_workers_write_what_one_writes(command: Command):
     assert len(told["engine"]["workers"]) == 2
 
 
+@pytest.fixture
+def workers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers get the stand-in engine too."""
+    monkeypatch.setattr(workers, "_program", lambda: SCRIPT[1:])
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+
+
+@pytest.mark.usefixtures("workers_of_this_process")
+def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: pytest.MonkeyPatch):
+    interrupted(command)
+    monkeypatch.setenv("FAKE_ENGINE_SECONDS", "0.01")  # for 3 rows of 904
+    report = command.folder / "report.json"
+    began = time.monotonic()
+    done = command("--devices", "cpu:2", "--report", report)
+    took = time.monotonic() - began
+    assert done.code == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert said[:2] == [f"going on with 1 finished part in {command.output}.parts", "loading on cpu, cpu"]
+    shown = [re.fullmatch(r"([\d,]+) lines, ([\d,]+) tokens, ([\d,]+) tokens/s", line) for line in said[2:]]
+    counts = [[int(n.replace(",", "")) for n in match.groups()] for match in shown if match]
+    assert [lines for lines, _, _ in counts] == sorted(lines for lines, _, _ in counts)
+    assert counts[0][:2] == [4_096, 3 * 4_096]
+    assert any(4_096 < lines < 5_000 for lines, _, _ in counts)
+    assert all(tokens == 3 * lines and rate <= 9 / 0.01 for lines, tokens, rate in counts)
+    told = json.loads(report.read_text())
+    assert told["seconds"] >= 3.0
+    assert told["load_seconds"] > 0.1, "an interpreter starts"
+    assert told["seconds"] + told["load_seconds"] <= took
+    assert told["tokens_per_second"] == pytest.approx(3 * 904 / told["seconds"])
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds worker processes through /proc")
 def test_a_killed_worker_loses_nothing(command: Command):
     many_rows(command, 40_000)
@@ -128,7 +200,7 @@ def test_a_killed_worker_loses_nothing(command: Command):
         assert process.stderr is not None
         said = process.stderr.read()
     assert process.returncode == 0, said
-    assert "worker 0 on cpu died (exit -9); 1 others go on" in said
+    assert "worker 0 on cpu died (exit -9); 1 other goes on with its work" in said
     assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
 
 

@@ -1,12 +1,13 @@
 """What a run says on stderr while it works."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from moelora.jobs.stats import JobStats
 from moelora_cli import progress as module
-from moelora_cli.progress import Progress
+from moelora_cli.progress import Progress, WorkerProgress, read_workers
 
 
 @pytest.fixture
@@ -21,17 +22,40 @@ def test_without_a_terminal_lines_come_five_seconds_apart(clock: list[float], ca
         progress.begin()
         for step in range(60):
             clock[0] = 100 + step / 4
-            progress.counts(JobStats(output_rows=step, tokens=100 * step, error_rows=step // 30))
+            progress.counts(JobStats(output_rows=step, tokens=100 * step, error_rows=step // 30), JobStats())
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["20 lines, 2,000 tokens, 400 tokens/s", "40 lines, 4,000 tokens, 400 tokens/s, 1 errors"]
+    assert lines == ["20 lines, 2,000 tokens, 400 tokens/s", "40 lines, 4,000 tokens, 400 tokens/s, 1 error"]
+
+
+def test_the_rate_counts_what_this_run_scored(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    with Progress(quiet=False) as progress:
+        progress.begin()
+        clock[0] += 10
+        progress.counts(JobStats(output_rows=1, tokens=134_385), JobStats(output_rows=1, tokens=134_000))
+    assert capsys.readouterr().err == "1 line, 134,385 tokens, 38 tokens/s\n"
+
+
+def test_workers_tell_what_they_have_scored_since_when(clock: list[float], tmp_path: Path, monkeypatch):
+    assert read_workers(tmp_path) == (None, JobStats())
+    for process, began in ((11, 107.0), (12, 103.0)):
+        monkeypatch.setattr(module.os, "getpid", lambda process=process: process)
+        clock[0] = began
+        worker = WorkerProgress(tmp_path)
+        worker.begin()
+        assert read_workers(tmp_path)[0] == began
+        clock[0] += 60
+        done = JobStats(output_rows=30, error_rows=4, tokens=900 + process)
+        worker.counts(done, JobStats(output_rows=10, error_rows=1, tokens=500))
+    assert read_workers(tmp_path) == (103.0, JobStats(output_rows=40, error_rows=6, tokens=823))
 
 
 def test_quiet_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]):
     with Progress(quiet=True) as progress:
         progress.begin()
         progress.event("loading")
+        progress.note("going on")
         clock[0] += 60
-        progress.counts(JobStats())
+        progress.counts(JobStats(), JobStats())
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "")
 
@@ -58,6 +82,6 @@ def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch, capsys: 
     with Progress(quiet=False) as progress:
         progress.event("loading [b]")
         progress.begin()
-        progress.counts(JobStats(output_rows=1))
+        progress.counts(JobStats(output_rows=1), JobStats())
         progress.say("done [b]")
     assert "done [b]" in capsys.readouterr().err

@@ -3,10 +3,12 @@
 import json
 import random
 import re
+import statistics
 from html.parser import HTMLParser
 
 import pytest
 
+from moelora.jobs import score_tally
 from moelora.jobs import timeline as timeline_module
 from moelora.jobs.charts import histogram_rows, nice_ticks
 from moelora.jobs.parquet import ParquetSink
@@ -83,7 +85,35 @@ def test_bins_hold_each_row_at_its_mean():
     for mean in (-0.01, -0.07, -3.999, 0.0):
         tally.add({"adapter": "a", "num_tokens": 11, "logprob_sum": mean * 10, "error": None})
     assert tally.adapters["a"].bins == {-1: 1, -2: 1, -80: 1, 0: 1}
-    assert tally.adapters["a"].median == pytest.approx(-1.5 * BIN_NATS)
+    assert tally.adapters["a"].median == pytest.approx(-0.04)
+
+
+def tally_of(means: list[float]) -> ScoreTally:
+    tally = ScoreTally()
+    for mean in means:
+        tally.add({"adapter": "a", "num_tokens": 2, "logprob_sum": mean, "error": None})
+    return tally
+
+
+def test_the_median_of_few_rows_is_exact_and_of_many_within_half_a_bin(monkeypatch):
+    monkeypatch.setattr(score_tally, "_MOST_VALUES", 100)
+    for means in ([-8.155, -3.897], *([random.uniform(-9, 0) for _ in range(n)] for n in (1, 2, 99, 100))):
+        text = page({}, tally := tally_of(means), [])
+        assert tally.adapters["a"].median == statistics.median(means)
+        assert f">{statistics.median(means):.3f}</td></tr>" in text
+    for count in (101, 102, 1000):
+        tally = tally_of(means := [random.uniform(-9, 0) for _ in range(count)])
+        median = tally.adapters["a"].median
+        assert median == pytest.approx(statistics.median(means), abs=BIN_NATS / 2 + 1e-9)
+        assert f">about {median:.2f}</td></tr>" in page({}, tally, [])
+        assert not tally.adapters["a"].values
+    assert tally_of([-8.0] * 51 + [-2.0] * 51).adapters["a"].median == pytest.approx(-5, abs=BIN_NATS / 2 + 1e-9)
+
+
+def test_the_line_of_a_histogram_is_the_median_and_one_row_is_one():
+    svg = histogram_rows({"a": {-10: 1, -1: 1}}, {"a": -0.25}, bin_width=BIN_NATS, x_label="x")
+    assert re.search(r'd="M([\d.]+) [\d.]+V[\d.]+" stroke="var\(--b\)"', svg)[1] == f"{(160 + 880) / 2:.1f}"
+    assert svg.count("a: 1 row from") == 2
 
 
 def test_rates_keep_every_token():
@@ -132,8 +162,8 @@ def test_ticks_are_few_and_reach_the_largest(largest):
 
 def test_histograms_draw_every_row_once():
     bins = {i: random.randint(1, 9) for i in random.sample(range(-400, 0), 150)}
-    svg = histogram_rows({"a": bins}, bin_width=BIN_NATS, x_label="x")
-    assert sum(int(n.replace(",", "")) for n in re.findall(r"a: ([\d,]+) rows", svg)) == sum(bins.values())
+    svg = histogram_rows({"a": bins}, {"a": -1.0}, bin_width=BIN_NATS, x_label="x")
+    assert sum(int(n.replace(",", "")) for n in re.findall(r"a: ([\d,]+) rows?", svg)) == sum(bins.values())
 
 
 class Elements(HTMLParser):

@@ -68,12 +68,12 @@ def score_in_parts(
     engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
     engine.score_chunk_rows = store.agree("score-chunk-rows", engine.score_chunk_rows)
     if store.finished() and not worker:
-        progress.say(f"going on with {counted(store.finished(), 'finished part')} in {store.folder}")
+        progress.note(going_on(store))
     try:
         run_into_parts(job, read, window_requests(len(engine.adapter_names), engine.slots), store)
     except BaseException:
         if store.finished() and not worker:
-            progress.say(parts_are_safe(store.folder))
+            progress.say(parts_are_safe(store))
         raise
     if not options["shard"] and not worker:
         write_output(store.folder, options["output"])
@@ -85,11 +85,15 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
-def parts_are_safe(folder: Path) -> str:
-    """What is said when a run ends before its time."""
-    from moelora.jobs.parts import count_parts
+def going_on(store: PartStore) -> str:
+    """What is said when a run takes up what an earlier one has finished."""
+    return f"going on with {counted(store.finished(), 'finished part')} in {store.folder}"
 
-    return f"kept {counted(count_parts(folder), 'finished part')} in {folder}; the same command goes on from there"
+
+def parts_are_safe(store: PartStore) -> str:
+    """What is said when a run ends before its time."""
+    count = counted(store.finished(), "finished part")
+    return f"kept {count} in {store.folder}; the same command goes on from there"
 
 
 def write_output(folder: Path, output: str | Path) -> None:

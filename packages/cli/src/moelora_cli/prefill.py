@@ -30,7 +30,7 @@ from moelora_cli.options import (
     stdout_for_results,
 )
 from moelora_cli.parts import in_use, open_parts, score_in_parts, worker_facts
-from moelora_cli.progress import Progress
+from moelora_cli.progress import Progress, WorkerProgress
 from moelora_cli.workers import check_devices, score_with_workers
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
-    with open_rows(options["input_"]) as lines, Progress(quiet=options["quiet"]) as progress:
+    with open_rows(options["input_"]) as lines, _progress(options) as progress:
         quiet_libraries()
         from moelora.jobs.text import load_encoder
 
@@ -98,6 +98,13 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         if options["dry_run"]:
             return _dry_run(options, job_options, encoder, list(adapters), lines, stdout)
         return _score(options, job_options, encoder, adapters, lines, progress, stdout)
+
+
+def _progress(options: dict[str, Any]) -> Progress:
+    """A worker's is for its parent, which shows that of all."""
+    if options["worker"] is not None:
+        return WorkerProgress(Path(options["worker"]).parent)
+    return Progress(quiet=options["quiet"])
 
 
 def _score(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from moelora.wording import counted
 
 if TYPE_CHECKING:
     from moelora.jobs.stats import JobStats
 
 SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_FILES = 0.5
+"""How often a worker tells its parent how far it is."""
 
 
 class Progress:
@@ -44,22 +51,30 @@ class Progress:
         elif not self._quiet:
             self.say(text)
 
-    def begin(self) -> None:
-        """Scoring starts now: rates count from here."""
-        self._start = self._last = time.monotonic()
+    def note(self, text: str) -> None:
+        """Something worth a line that stays."""
+        if not self._quiet:
+            self.say(text)
 
-    def counts(self, stats: JobStats) -> None:
-        """The numbers so far; shown at most every five seconds unless on a terminal."""
+    def begin(self, since: float | None = None) -> None:
+        """Scoring starts now, or has at `since`, of `time.monotonic`: rates count from there."""
+        self._start = self._last = time.monotonic() if since is None else since
+
+    def counts(self, stats: JobStats, earlier: JobStats) -> None:
+        """The numbers so far; shown at most every five seconds unless on a terminal.
+
+        earlier: what of `stats` was scored before or elsewhere, which is no part of the rate.
+        """
         now = time.monotonic()
         if self._quiet or (not self._live and now - self._last < SECONDS_BETWEEN_LINES):
             return
         if self._live and now - self._last < 0.1:
             return
         self._last = now
-        rate = stats.tokens / max(now - self._start, 1e-9)
-        text = f"{stats.output_rows:,} lines, {stats.tokens:,} tokens, {rate:,.0f} tokens/s"
+        rate = (stats.tokens - earlier.tokens) / max(now - self._start, 1e-9)
+        text = f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}, {rate:,.0f} tokens/s"
         if stats.error_rows:
-            text += f", {stats.error_rows:,} errors"
+            text += f", {counted(stats.error_rows, 'error')}"
         if self._live:
             self._status.update(self._text(text))
         else:
@@ -78,3 +93,49 @@ class Progress:
         """`text` in the encoding of stderr, which need not be UTF-8."""
         encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+class WorkerProgress(Progress):
+    """Shows nothing, and leaves what this worker has scored in a file of `folder`, for its parent to show."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(quiet=True)
+        self._path = folder / f"counts-{os.getpid()}.json"
+
+    def begin(self, since: float | None = None) -> None:
+        """Scoring starts, with nothing scored."""
+        super().begin(since)
+        self._write(0, 0, 0)
+
+    def counts(self, stats: JobStats, earlier: JobStats) -> None:
+        """The numbers so far, without those of parts that were there or that others have made."""
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_FILES:
+            return
+        self._last = now
+        self._write(
+            stats.output_rows - earlier.output_rows,
+            stats.error_rows - earlier.error_rows,
+            stats.tokens - earlier.tokens,
+        )
+
+    def _write(self, output_rows: int, error_rows: int, tokens: int) -> None:
+        counts = {"output_rows": output_rows, "error_rows": error_rows, "tokens": tokens}
+        draft = self._path.with_suffix(".tmp")
+        draft.write_text(json.dumps({"began": self._start, "counts": counts}))
+        os.replace(draft, self._path)  # its parent reads at any time
+
+
+def read_workers(folder: Path) -> tuple[float | None, JobStats]:
+    """When the first worker began to score, of `time.monotonic`, None if none has; and what all have scored.
+
+    What a worker had scored of the window in which it died counts twice, once another has scored it again.
+    """
+    from moelora.jobs.stats import JobStats
+
+    began, total = None, JobStats()
+    for path in folder.glob("counts-*.json"):
+        told = json.loads(path.read_bytes())
+        began = told["began"] if began is None else min(began, told["began"])
+        total.add(JobStats(**told["counts"]))
+    return began, total

@@ -15,14 +15,17 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moelora.errors import ConfigError
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
-from moelora_cli.parts import open_parts, parts_are_safe, parts_folder, write_output
-from moelora_cli.progress import Progress
+from moelora_cli.parts import going_on, open_parts, parts_are_safe, parts_folder, write_output
+from moelora_cli.progress import Progress, read_workers
+
+if TYPE_CHECKING:
+    from moelora.jobs.stats import JobStats
 
 _FLAGS = ("with_base", "batch_invariant")
 _VALUES = (
@@ -61,7 +64,7 @@ def device_names(devices: str) -> list[str]:
 
 def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> int:
     """Starts the workers, waits for them, and puts their parts together."""
-    from moelora.jobs.parts import clear_parts, count_parts, stats_of
+    from moelora.jobs.parts import clear_parts, stats_of
     from moelora.jobs.report import build_report
     from moelora.jobs.timeline import joined
     from moelora_cli.prefill import tell, write_reports
@@ -76,12 +79,17 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
             clear_parts(folder)
+        earlier = store.finished_stats()
+        if store.finished():
+            progress.note(going_on(store))
+        progress.event(f"loading on {', '.join(names)}")
         try:
-            _wait(_start(options, adapters, names, Path(private)), progress)
+            _wait(_start(options, adapters, names, Path(private)), progress, _Shown(Path(private), earlier, progress))
         except BaseException:
-            if count_parts(folder):
-                progress.say(parts_are_safe(folder))
+            if store.finished():
+                progress.say(parts_are_safe(store))
             raise
+        scoring, _ = read_workers(Path(private))
         try:
             write_output(folder, output)
         except ConfigError as error:
@@ -90,11 +98,19 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         stats = stats_of(folder)
         reports = [json.loads(path.read_bytes()) for path in sorted(Path(private).glob("report-*.json"))]
         store.discard()
-    seconds = time.monotonic() - began
+    ended = time.monotonic()
+    scoring = ended if scoring is None else scoring
     engine = _joined([r.get("engine", {}) for r in reports])
     run = {"devices": names, "output": str(output)}
     timeline = joined([r["timeline"] for r in reports if r.get("timeline", {}).get("points")])
-    report = build_report(stats, seconds=seconds, load_seconds=0.0, engine=engine, run=run, timeline=timeline)
+    report = build_report(
+        stats,
+        seconds=ended - scoring,
+        load_seconds=scoring - began,  # until the first worker scored
+        engine=engine,
+        run=run,
+        timeline=timeline,
+    )
     write_reports(options, report)
     tell(stats, report, progress, quiet=options["quiet"])
     return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
@@ -111,6 +127,25 @@ class _Worker:
     def said(self) -> str:
         """What it said on stderr."""
         return self.log.read_text(encoding="utf-8", errors="replace").strip()
+
+
+class _Shown:
+    """The progress of all workers as one. earlier: what was counted for the parts that were there before."""
+
+    def __init__(self, folder: Path, earlier: JobStats, progress: Progress) -> None:
+        self._folder, self._earlier, self._progress = folder, earlier, progress
+        self._begun = False
+
+    def update(self) -> None:
+        """Shows what has been scored by now."""
+        began, total = read_workers(self._folder)
+        if began is None:
+            return
+        if not self._begun:
+            self._progress.begin(began)
+            self._begun = True
+        total.add(self._earlier)
+        self._progress.counts(total, self._earlier)
 
 
 def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:
@@ -146,7 +181,7 @@ def _program() -> list[str]:
     return ["-m", "moelora_cli"] if Path(sys.argv[0]).name == "__main__.py" else [sys.argv[0]]
 
 
-def _wait(workers: list[_Worker], progress: Progress) -> None:
+def _wait(workers: list[_Worker], progress: Progress, shown: _Shown) -> None:
     """Waits until all have ended; says which died. Raises `ConfigError` with the reason if they were refused.
 
     The first Ctrl-C is handed on, so that they finish their batches; then, or at the second, raises
@@ -167,6 +202,7 @@ def _wait(workers: list[_Worker], progress: Progress) -> None:
         with interrupts(stop, progress.say):
             while running:
                 time.sleep(_POLL_SECONDS)
+                shown.update()
                 for worker in list(running):
                     code = worker.process.poll()
                     if code is None:
@@ -176,8 +212,9 @@ def _wait(workers: list[_Worker], progress: Progress) -> None:
                     if code == EXIT_REFUSED:
                         refused.append(said.splitlines()[-1].removeprefix("error: ") if said else worker.name)
                     elif code not in _WORKED and not asked:
-                        others = f"{len(running)} others go on with its work" if running else "none is left"
-                        progress.say(f"{worker.name} died (exit {code}); {others}. {said[-500:]}".strip())
+                        others = f"{len(running)} others go on" if len(running) > 1 else "1 other goes on"
+                        left = f"{others} with its work" if running else "none is left"
+                        progress.say(f"{worker.name} died (exit {code}); {left}. {said[-500:]}".strip())
     finally:
         for worker in running:
             worker.process.terminate()

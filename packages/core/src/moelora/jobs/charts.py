@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from moelora.wording import counted
+
 _WIDTH = 900
 _LEFT = 70
 
@@ -59,10 +61,13 @@ def bar_chart(bars: Sequence[Bar]) -> str:
     return _svg(12 + len(bars) * step, parts, "; ".join(f"{bar.label}: {bar.value:,.10g}" for bar in bars))
 
 
-def histogram_rows(rows: Mapping[str, Mapping[int, int]], *, bin_width: float, x_label: str) -> str:
+def histogram_rows(
+    rows: Mapping[str, Mapping[int, int]], medians: Mapping[str, float], *, bin_width: float, x_label: str
+) -> str:
     """One histogram per row over one common axis; each as high as its own largest bin, its median marked.
 
-    rows: counts by bin, bin i covering [i, i + 1) × `bin_width`. Bins are put together where there are too many to see.
+    rows: counts by bin, bin i covering [i, i + 1) × `bin_width`. medians: of the same rows, in the unit of `bin_width`.
+    Bins are put together where there are too many to see.
     """
     low = min(min(bins) for bins in rows.values())
     high = max(max(bins) for bins in rows.values()) + 1
@@ -87,10 +92,10 @@ def histogram_rows(rows: Mapping[str, Mapping[int, int]], *, bin_width: float, x
             start = (low + index * merge) * bin_width
             parts.append(
                 f'<rect x="{x:.1f}" y="{base - tall:.1f}" width="{max(tallest - 1, 1):.1f}" height="{tall:.1f}" '
-                f'fill="var(--a)" opacity=".75"><title>{escape(name)}: {count:,} rows from {start:.2f} to '
+                f'fill="var(--a)" opacity=".75"><title>{escape(name)}: {counted(count, "row")} from {start:.2f} to '
                 f"{start + merge * bin_width:.2f}</title></rect>"
             )
-        x = left + (_median(bins) + 0.5 - low) * bin_width * scale
+        x = left + (medians[name] - low * bin_width) * scale
         parts.append(f'<path d="M{x:.1f} {base - step + 8}V{base}" stroke="var(--b)" stroke-width="2"/>')
     parts.append(_text(right, bottom + 34, x_label + "; the line is the median", "end", "soft"))
     return _svg(bottom + 42, parts, x_label)
@@ -110,15 +115,6 @@ def _round_numbers(low: float, high: float) -> list[float]:
 def _round_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(m * power for m in (1, 2, 5, 10) if m * power >= rough - 1e-12)
-
-
-def _median(bins: Mapping[int, int]) -> int:
-    half, seen = sum(bins.values()) / 2, 0
-    for index in sorted(bins):
-        seen += bins[index]
-        if seen >= half:
-            return index
-    raise AssertionError("a histogram has at least one row")
 
 
 def _horizontal(y: float, right: float, label: str) -> str:

@@ -181,8 +181,15 @@ class PartStore:
         _write_json(self.folder / f"end-{self._shard}-of-{self._shards}.json", {"windows": windows})
 
     def finished(self) -> int:
-        """Parts that are there, of any shard."""
-        return count_parts(self.folder)
+        """Parts of this shard that a run can go on with."""
+        return len(self._windows())
+
+    def finished_stats(self) -> JobStats:
+        """What was counted for the parts of `finished` together. Those that are not whole are removed."""
+        total = JobStats()
+        for window in filter(self.has, self._windows()):
+            total.add(self.stats(window))
+        return total
 
     def discard(self) -> None:
         """Removes the folder, once its lines stand elsewhere."""
@@ -212,6 +219,13 @@ class PartStore:
             with suppress(OSError):  # other shards may be about to begin here
                 self.folder.rmdir()
         self.close()
+
+    def _windows(self) -> list[int]:
+        """The windows of this shard whose part is there, and vouched for by a manifest."""
+        if not (self.folder / _MANIFEST).exists():
+            return []
+        found = (int(m[1]) for p in self.folder.iterdir() if (m := _PART.fullmatch(p.name)))
+        return sorted(filter(self.mine, found))
 
     def _path(self, window: int) -> Path:
         return self.folder / f"part-{window:08}.jsonl"

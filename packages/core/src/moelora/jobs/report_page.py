@@ -9,7 +9,7 @@ from typing import Any
 
 from moelora.capacity import EagerReason
 from moelora.jobs.charts import Bar, area_chart, bar_chart, histogram_rows
-from moelora.jobs.score_tally import BIN_NATS, ScoreTally
+from moelora.jobs.score_tally import BIN_NATS, AdapterScores, ScoreTally
 from moelora.jobs.timeline import rates
 from moelora.types import BASE_ADAPTER, RunMode
 
@@ -147,7 +147,7 @@ def _scores(tally: ScoreTally) -> str:
     table = _table(
         ["adapter", "rows", "errors", "mean, nats per token", "median of rows"],
         [
-            (name, f"{s.rows:,}", f"{s.errors:,}", _nats(s.mean), _nats(s.median))
+            (name, f"{s.rows:,}", f"{s.errors:,}", _nats(s.mean), _median(s))
             for name, s in sorted(named.items(), key=lambda item: -(item[1].mean or float("-inf")))
         ],
         numbers=4,
@@ -156,12 +156,20 @@ def _scores(tally: ScoreTally) -> str:
     drawn = {name: scores.bins for name, scores in named.items() if scores.bins}
     if not drawn:
         return table
-    chart = histogram_rows(drawn, bin_width=BIN_NATS, x_label="mean log-probability per token of a row (nats)")
+    medians = {name: scores.median for name, scores in named.items() if scores.median is not None}
+    chart = histogram_rows(drawn, medians, bin_width=BIN_NATS, x_label="mean log-probability per token of a row (nats)")
     return chart + table
 
 
 def _nats(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def _median(scores: AdapterScores) -> str:
+    """With as many decimals as are known."""
+    if scores.median is None or scores.is_exact:
+        return _nats(scores.median)
+    return f"about {scores.median:.2f}"
 
 
 def _details(title: str, values: Mapping[str, Any]) -> str:

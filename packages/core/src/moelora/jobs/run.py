@@ -97,6 +97,8 @@ class PrefillJob:
 
     A row that cannot be read gives one output row whose adapter is null; a row that can be read but not scored gives
     one per adapter, like any other.
+
+    stats: all that counts for the run; earlier: what of it was scored elsewhere or before. `on_progress` gets both.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class PrefillJob:
         engine: Scorer,
         encoder: TextEncoder,
         options: JobOptions = JobOptions(),
-        on_progress: Callable[[JobStats], None] | None = None,
+        on_progress: Callable[[JobStats, JobStats], None] | None = None,
     ) -> None:
         self._engine = engine
         self._encoder = encoder
         self._options = options
-        self._on_progress = on_progress or (lambda stats: None)
+        self._on_progress = on_progress or (lambda stats, earlier: None)
         self._default = default_adapters(options, engine.adapter_names)
         limits = [(options.max_length, "max length"), (engine.max_positions, "positions of the model")]
         given = [(limit, origin) for limit, origin in limits if limit is not None]
@@ -118,6 +120,7 @@ class PrefillJob:
         if options.top_k > engine.vocab_size:
             raise ConfigError(f"top_k is {options.top_k}, and the vocabulary has only {engine.vocab_size} tokens")
         self.stats = JobStats()
+        self.earlier = JobStats()
         self._pending: deque[_Pending] = deque()
         self._waiting: dict[int, tuple[_Pending, int, _Unit]] = {}
 
@@ -130,12 +133,17 @@ class PrefillJob:
             pending, place, unit = self._waiting.pop(index)
             self._finish(pending, place, unit, result)
             self._flush(sink)
-            self._on_progress(self.stats)
+            self._on_progress(self.stats, self.earlier)
         self._flush(sink)
         if self._waiting or self._pending:
             raise RuntimeError(f"the engine left {len(self._waiting)} requests without a result")
-        self._on_progress(self.stats)
+        self._on_progress(self.stats, self.earlier)
         return self.stats
+
+    def take_over(self, stats: JobStats) -> None:
+        """Counts rows that need no scoring, as an earlier run or another worker has scored them."""
+        self.stats.add(stats)
+        self.earlier.add(stats)
 
     def dry_run(self, rows: Iterable[Row], sink: RowSink) -> JobStats:
         """Writes the token ids that would be scored, one line per (row, adapter); the engine scores nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +18,9 @@ from moelora.jobs.writer import RowSink
 BIN_NATS = 0.05
 """Width of a bin of mean log-probability per token."""
 
+_MOST_VALUES = 10_000
+"""Rows of an adapter up to which the median is exact: 80 kB of values."""
+
 _FIELDS = ("adapter", "num_tokens", "logprob_sum", "error")
 
 
@@ -23,6 +28,7 @@ _FIELDS = ("adapter", "num_tokens", "logprob_sum", "error")
 class AdapterScores:
     """Scores of one adapter. bins: rows by their mean log-probability per token, in steps of `BIN_NATS`, rounded down.
 
+    values: the same means as they are, as long as there are at most `_MOST_VALUES`; then none, and the bins must do.
     tokens: those that have a log-probability; rows of a single token have none. errors: rows without scores.
     """
 
@@ -31,6 +37,7 @@ class AdapterScores:
     tokens: int = 0
     logprob_sum: float = 0.0
     bins: Counter[int] = field(default_factory=Counter)
+    values: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def mean(self) -> float | None:
@@ -39,13 +46,35 @@ class AdapterScores:
 
     @property
     def median(self) -> float | None:
-        """Of the rows' means, to the width of a bin."""
-        half, seen = sum(self.bins.values()) / 2, 0
+        """Of the rows' means: the middle one, or the mean of the middle two. Within half a bin if not `is_exact`."""
+        count = self.bins.total()
+        if not count:
+            return None
+        if self.is_exact:
+            return statistics.median(self.values)
+        return (self._ranked((count - 1) // 2) + self._ranked(count // 2)) / 2
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the median is of the rows' own values."""
+        return len(self.values) == self.bins.total()
+
+    def add_mean(self, mean: float) -> None:
+        """One row's mean log-probability per token, in nats."""
+        self.bins[int(mean // BIN_NATS)] += 1
+        if self.bins.total() <= _MOST_VALUES:
+            self.values.append(mean)
+        else:
+            del self.values[:]
+
+    def _ranked(self, rank: int) -> float:
+        """The middle of the bin that holds the value at `rank`, counted from 0, in ascending order."""
+        seen = 0
         for index in sorted(self.bins):
             seen += self.bins[index]
-            if seen >= half:
+            if seen > rank:
                 return (index + 0.5) * BIN_NATS
-        return None
+        raise AssertionError("a rank below the number of rows")
 
 
 class ScoreTally:
@@ -67,7 +96,7 @@ class ScoreTally:
         if tokens > 0:
             scores.tokens += tokens
             scores.logprob_sum += row["logprob_sum"]
-            scores.bins[int(row["logprob_sum"] / tokens // BIN_NATS)] += 1
+            scores.add_mean(row["logprob_sum"] / tokens)
 
 
 class TallySink(RowSink):

@@ -62,7 +62,7 @@ def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int
                 continue
             with store.claim(number) as may_score:
                 if store.has(number):
-                    job.stats.add(store.stats(number))
+                    job.take_over(store.stats(number))
                 elif may_score:
                     _score_window(job, number, window, store)
                 else:

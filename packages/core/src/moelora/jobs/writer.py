@@ -6,6 +6,8 @@ import json
 import math
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
@@ -69,10 +71,11 @@ class AtomicFile:
 
 
 class StreamSink:
-    """Standard output, a pipe or a device: each line goes out at once."""
+    """Standard output, a pipe or a device: each line goes out at once. name: what errors call it."""
 
-    def __init__(self, stream: BinaryIO, *, owned: bool = False) -> None:
+    def __init__(self, stream: BinaryIO, *, name: str = "standard output", owned: bool = False) -> None:
         self._stream = stream
+        self._name = name
         self._owned = owned
 
     def __enter__(self) -> StreamSink:
@@ -80,12 +83,14 @@ class StreamSink:
 
     def write(self, line: bytes) -> None:
         """Takes one line, with its end."""
-        self._stream.write(line)
-        self._stream.flush()
+        with _named(self._name):
+            self._stream.write(line)
+            self._stream.flush()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._owned:
-            self._stream.close()
+            with _named(self._name):  # what could not be written is tried once more
+                self._stream.close()
 
 
 class Discard:
@@ -140,14 +145,14 @@ def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
     if str(path) == "-":
         return StreamSink(stdout)
     if Path(path).exists() and not Path(path).is_file():
-        return StreamSink(Path(path).open("wb"), owned=True)
+        return StreamSink(Path(path).open("wb"), name=str(path), owned=True)
     return ParquetSink(path) if str(path).lower().endswith(ENDING) else AtomicFile(path)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
     """Writes `data` to `path` in one step."""
     stream = Path(path).exists() and not Path(path).is_file()
-    with StreamSink(Path(path).open("wb"), owned=True) if stream else AtomicFile(path) as sink:
+    with StreamSink(Path(path).open("wb"), name=str(path), owned=True) if stream else AtomicFile(path) as sink:
         sink.write(data)
 
 
@@ -182,6 +187,15 @@ def _finite(value: Any, where: str, bad: list[str]) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item, f"{where}.{key}", bad) for key, item in value.items()}
     return value
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Errors of a file that is open do not say which it is; these do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from error
 
 
 def _sync_folder(folder: Path) -> None:
