@@ -50,12 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command and exits with its code. `arguments`: without the program's name; None for `sys.argv`."""
     # Spinning threads of torch's OpenMP starve each other as soon as another process wants a core: 5 to 30 × slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    code = EXIT_FAILED
+    code, told = EXIT_FAILED, False
     with contextlib.suppress(ValueError):  # not in the main thread, as when a test calls this
         signal.signal(signal.SIGTERM, _terminate)
     try:
         result = cli.main(arguments, prog_name="moelora", standalone_mode=False)
         code = result if isinstance(result, int) else 0
+        told = code == EXIT_FAILED
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.UsageError as error:
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         code = EXIT_FAILED
     except OSError as error:
-        say_error(f"standard output: {error.strerror or error}")
+        if not told:  # what is left of the output of a run that failed on a full disk fails once more
+            say_error(f"standard output: {error.strerror or error}")
         code = EXIT_FAILED
     _abandon_broken_stdout()
     sys.exit(code)
