@@ -118,9 +118,16 @@ def shrink_kernel(
 
 
 @triton.jit
-def _pick(i, v0, v1, v2, v3):
-    """Value number i of four."""
-    return tl.where(i == 0, v0, tl.where(i == 1, v1, tl.where(i == 2, v2, v3)))
+def pick(i, v0, v1, v2, v3, NUM: tl.constexpr):
+    """Value number i of up to four."""
+    picked = v0
+    if NUM > 1:
+        picked = tl.where(i == 1, v1, picked)
+    if NUM > 2:
+        picked = tl.where(i == 2, v2, picked)
+    if NUM > 3:
+        picked = tl.where(i == 3, v3, picked)
+    return picked
 
 
 @triton.jit
@@ -141,15 +148,15 @@ def shrink_narrow_kernel(
     o_c = tl.arange(0, BLOCK_C)
     i_p = o_c // 16
     o_r = o_c % 16
-    b_most = tl.where(o_c < 16 * NUM, _pick(i_p, R0, R1, R2, R3), 0)
+    b_most = tl.where(o_c < 16 * NUM, pick(i_p, R0, R1, R2, R3, NUM), 0)
     for i_work in range(tl.program_id(0), tl.load(p_count) * PARTS, tl.num_programs(0)):
         i_tile = i_work // PARTS
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
         o_y, o_t, m_m = _tile_rows(p_start, p_rows, p_perm, i_tile, i_work % PARTS, GATHER, BLOCK_M)
         if BY_TOKEN:
             o_y = o_t
-        b_rank = tl.load(_pick(i_p, p_rank0, p_rank1, p_rank2, p_rank3) + i_slot, mask=o_c < 16 * NUM, other=0)
-        p_a = _pick(i_p, p_a0, p_a1, p_a2, p_a3) + (i_slot * b_most + tl.minimum(o_r, b_most - 1)) * K
+        b_rank = tl.load(pick(i_p, p_rank0, p_rank1, p_rank2, p_rank3, NUM) + i_slot, mask=o_c < 16 * NUM, other=0)
+        p_a = pick(i_p, p_a0, p_a1, p_a2, p_a3, NUM) + (i_slot * b_most + tl.minimum(o_r, b_most - 1)) * K
         acc = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
         for i_k in range(0, K, BLOCK_K):
             o_k = i_k + tl.arange(0, BLOCK_K)

@@ -11,20 +11,8 @@ import triton
 import triton.language as tl
 
 from moelora_kernels.dot import dot
+from moelora_kernels.ops.dense_lora.kernel import pick
 from moelora_kernels.ops.invariant_gemm.kernel import add_lora, place, slot_list
-
-
-@triton.jit
-def pick(i, v0, v1, v2, v3, NUM: tl.constexpr):
-    """Value number i of up to four."""
-    picked = v0
-    if NUM > 1:
-        picked = tl.where(i == 1, v1, picked)
-    if NUM > 2:
-        picked = tl.where(i == 2, v2, picked)
-    if NUM > 3:
-        picked = tl.where(i == 3, v3, picked)
-    return picked
 
 
 @triton.jit
