@@ -85,9 +85,9 @@ class LoopedCall:
             joined = self._put(joined, rows, part, given)
         assert joined is not None, "a batch without requests"
         if self._boundaries is not None and self._boundaries.untried and len(parts) > 1:
-            args, kwargs = cut(given, self._loop.inputs, live)
+            of_live_rows = cut(given, self._loop.inputs, live)
             expected = cut(joined.result, self._loop.outputs, live)
-            self._boundaries.try_out(args, kwargs, segments, expected)
+            self._boundaries.try_out(of_live_rows, (self._loop.inputs, self._loop.outputs), segments, expected)
         return joined
 
     def _put(self, joined: Joined | None, rows: slice, part: Any, given: Any) -> Joined:
