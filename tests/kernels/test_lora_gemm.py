@@ -141,3 +141,8 @@ def test_joined_refuses_what_lies_apart():
     assert torch.equal(joined([whole[:2], whole[2:5]]), whole[:5])
     for apart in ([whole[:2], whole[3:]], [whole[2:], whole[:2]], [whole[:2], None], [whole[:, :2], whole[:, 2:]]):
         assert joined(apart) is None
+    # Two storages that are neighbours in memory.
+    memory = bytearray(96)
+    halves = [torch.frombuffer(memory, dtype=torch.float32, count=12, offset=at).view(3, 4) for at in (0, 48)]
+    assert halves[0].data_ptr() + 48 == halves[1].data_ptr()
+    assert joined(halves) is None

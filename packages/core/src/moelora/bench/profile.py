@@ -19,6 +19,6 @@ def profile_kernels(work: Callable[[], object]) -> list[KernelRun]:
     runs = [
         KernelRun(name=event.name, begin_s=event.time_range.start / 1e6, end_s=event.time_range.end / 1e6)
         for event in profiler.events()
-        if event.device_type is DeviceType.CUDA
+        if event.device_type == DeviceType.CUDA
     ]
     return sorted(runs, key=lambda run: run.begin_s)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from moelora_kernels.dot import dot
+from moelora_kernels.overlap import let_next_start, wait_for_last
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def shrink_kernel(
     o_y1, o_y2, o_y3, o_y4,
     p_count, p_start, p_rows, p_slot, p_perm,
     K, stride_x, stride_y,
-    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr,
+    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y = A x for up to four projections of one input; x is read once per block of ranks.
@@ -67,6 +68,7 @@ def shrink_kernel(
 
     p_a*: [L, R*, K]. p_y: [rows, o_y4], the projections side by side; projection i ends before column o_y{i+1}.
     """
+    let_next_start(OVERLAP)
     for i_work in range(tl.program_id(0), tl.load(p_count) * PARTS, tl.num_programs(0)):
         i_tile = i_work // PARTS
         i_slot = tl.load(p_slot + i_tile).to(tl.int64)
@@ -138,13 +140,14 @@ def shrink_narrow_kernel(
     R0, R1, R2, R3,
     p_count, p_start, p_rows, p_slot, p_perm,
     K, stride_x, stride_y,
-    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr,
+    NUM: tl.constexpr, GATHER: tl.constexpr, BY_TOKEN: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`shrink_kernel` for projections of up to 16 ranks each: their columns side by side, in one product a step.
 
     Column c of y belongs to projection c // 16 and its rank index c % 16. BLOCK_C ≥ 16·NUM.
     """
+    let_next_start(OVERLAP)
     o_c = tl.arange(0, BLOCK_C)
     i_p = o_c // 16
     o_r = o_c % 16
@@ -247,13 +250,14 @@ def expand_kernel(
     o_y1, o_y2, o_y3,
     p_count, p_start, p_rows, p_slot, p_perm,
     stride_y, group,
-    NUM: tl.constexpr, GATHER: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    NUM: tl.constexpr, GATHER: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out += B y for up to four projections, in place. p_b*: [L, N*, R*].
 
     A piece of work is one tile by `group` blocks of columns of one projection.
     """
+    wait_for_last(OVERLAP)
     groups0 = tl.cdiv(N0, BLOCK_N * group)
     groups1 = tl.cdiv(N1, BLOCK_N * group)
     groups2 = tl.cdiv(N2, BLOCK_N * group)

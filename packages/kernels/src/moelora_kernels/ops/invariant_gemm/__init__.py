@@ -15,6 +15,7 @@ from moelora_kernels.launch import INT32_LIMIT, programs, require, require_devic
 from moelora_kernels.ops.invariant_gemm.config import GemmConfig, pick_config
 from moelora_kernels.ops.invariant_gemm.kernel import pointer_gemm_kernel, tma_gemm_kernel
 from moelora_kernels.ops.invariant_gemm.naive import naive_invariant_gemm
+from moelora_kernels.overlap import overlapping
 
 __all__ = [
     "LIST_ROWS",
@@ -37,6 +38,7 @@ class LoraOperands:
     """The LoRA side of a product, for `ops/lora_gemm`. y_TR: A x by token, `[T, ≥ R]`, x's dtype, any row stride.
 
     b_LNR, ranks_L: as in `DenseSlots`. token_slot_T: int32. block_first, block_slot: int32, see `SlotBlocks`.
+    overlap: y comes from the kernel in front, and nothing else does, so that the product may begin beside that one.
     """
 
     y_TR: torch.Tensor
@@ -45,6 +47,7 @@ class LoraOperands:
     token_slot_T: torch.Tensor
     block_first: torch.Tensor
     block_slot: torch.Tensor
+    overlap: bool = False
 
 
 def invariant_gemm(
@@ -91,13 +94,14 @@ def invariant_gemm(
             descriptor(x_MK, config.block_m, config.block_k), descriptor(w_NK, config.block_n, config.block_k),
             bias_N if bias_N is not None else w_NK, descriptor(out_MN, config.block_m, config.block_n),
             rows, width, inner, *_lora_arguments(lora, x_MK),
-            BIAS=bias_N is not None, FLATTEN=config.flatten, **_lora_constants(lora), **_block_constants(config),
+            BIAS=bias_N is not None, FLATTEN=config.flatten,
+            **_lora_constants(lora, x_MK.device), **_block_constants(config),
         )  # fmt: skip
         return out_MN
     pointer_gemm_kernel[(tiles,)](
         x_MK, w_NK, bias_N if bias_N is not None else w_NK, out_MN,
         rows, width, inner, x_MK.stride(0), w_NK.stride(0), out_MN.stride(0), *_lora_arguments(lora, x_MK),
-        BIAS=bias_N is not None, **_lora_constants(lora), **_block_constants(config),
+        BIAS=bias_N is not None, **_lora_constants(lora, x_MK.device), **_block_constants(config),
     )  # fmt: skip
     return out_MN
 
@@ -127,10 +131,13 @@ def _lora_arguments(lora: LoraOperands | None, unused: torch.Tensor) -> tuple[to
     )  # fmt: skip
 
 
-def _lora_constants(lora: LoraOperands | None) -> dict[str, bool | int]:
+def _lora_constants(lora: LoraOperands | None, device: torch.device) -> dict[str, bool | int]:
     rank = lora.b_LNR.shape[2] if lora is not None else 16
     block_r = rank_block(rank)
-    return {"LORA": lora is not None, "ONE_BLOCK": rank <= block_r, "LIST_ROWS": LIST_ROWS, "BLOCK_R": block_r}
+    start = overlapping(device) if lora is not None and lora.overlap else {"OVERLAP": False}
+    return {
+        "LORA": lora is not None, "ONE_BLOCK": rank <= block_r, "LIST_ROWS": LIST_ROWS, "BLOCK_R": block_r, **start
+    }  # fmt: skip
 
 
 def rank_block(rank: int) -> int:

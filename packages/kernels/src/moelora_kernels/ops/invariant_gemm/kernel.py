@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from moelora_kernels.dot import dot
+from moelora_kernels.overlap import wait_for_last
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def pointer_gemm_kernel(
     p_x, p_w, p_bias, p_out,
     M, N, K, stride_x, stride_w, stride_out,
     p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot, R, stride_y,
-    BIAS: tl.constexpr, LORA: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr,
+    BIAS: tl.constexpr, LORA: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] W[N, K]ᵀ (+ bias) (+ LoRA), for any strides of rows and any widths. One tile a program."""
@@ -109,6 +110,7 @@ def pointer_gemm_kernel(
         b_w = tl.load(p_w_n + o_k[None, :], mask=m_k, other=0.0)
         b_acc = dot(b_x, tl.trans(b_w), b_acc)
     if LORA:
+        wait_for_last(OVERLAP)
         b_acc = add_lora(
             b_acc, b_slot, first, end, b_own, b_written, p_y, p_b, p_rank, p_block_slot, o_m, o_n, N, R, stride_y,
             ONE_BLOCK, BLOCK_R,
@@ -125,6 +127,7 @@ def tma_gemm_kernel(
     M, N, K,
     p_y, p_b, p_rank, p_token_slot, p_block_first, p_block_slot, R, stride_y,
     BIAS: tl.constexpr, LORA: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr, FLATTEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The same through tensor descriptors (d_: bulk copies, zero beyond the edges), over a persistent grid.
@@ -146,6 +149,7 @@ def tma_gemm_kernel(
             b_w = d_w.load([i_n * BLOCK_N, i_k])
             b_acc = dot(b_x, tl.trans(b_w), b_acc)
         if LORA:
+            wait_for_last(OVERLAP)
             b_acc = add_lora(
                 b_acc, b_slot, first, end, b_own, b_written, p_y, p_b, p_rank, p_block_slot, o_m, o_n, N, R, stride_y,
                 ONE_BLOCK, BLOCK_R,

@@ -28,6 +28,7 @@ from moelora_kernels.ops.invariant_gemm import (
 from moelora_kernels.ops.lora_gemm.blocks import SlotBlocks, most_entries, plan_blocks
 from moelora_kernels.ops.lora_gemm.kernel import projections_kernel
 from moelora_kernels.ops.lora_gemm.naive import naive_lora_gemm
+from moelora_kernels.overlap import overlapping
 
 __all__ = ["LIST_ROWS", "SlotBlocks", "joined", "lora_gemm", "most_entries", "naive_lora_gemm", "plan_blocks"]
 
@@ -74,13 +75,16 @@ def lora_gemm(
 
 
 def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The tensors as one, `[Σ N_i, …]`, without a copy; None unless they lie one behind the other."""
+    """The tensors as one, `[Σ N_i, …]`, without a copy; None unless they lie one behind the other in one storage."""
     first = tensors[0]
     if first is None:
         return None
-    end = first.data_ptr()
+    # Storages can be neighbours by chance, and no view reaches from one into the next.
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in tensors:
-        if tensor is None or tensor.data_ptr() != end or not tensor.is_contiguous() or tensor.dtype is not first.dtype:
+        if tensor is None or tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end:
+            return None
+        if not tensor.is_contiguous() or tensor.dtype is not first.dtype:
             return None
         end += tensor.numel() * tensor.element_size()
     rows = sum(tensor.shape[0] for tensor in tensors if tensor is not None)
@@ -99,7 +103,9 @@ def _one_by_one(
     outs, end = [], 0
     for weight, bias, one in zip(weights_NK, biases_N, slots, strict=True):
         first, end = end, end + padded_rank(one.a_LRI.shape[1])
-        lora = LoraOperands(y_TR[:, first:end], one.b_LOR, one.ranks_L, blocks.token_slot_T, blocks.first, blocks.slot)
+        lora = LoraOperands(
+            y_TR[:, first:end], one.b_LOR, one.ranks_L, blocks.token_slot_T, blocks.first, blocks.slot, overlap=True
+        )
         assert one.b_LOR.shape[1] == weight.shape[0]
         outs.append(invariant_gemm(x_TK, weight, bias, lora=lora, config=config))
     return outs
@@ -139,6 +145,6 @@ def _in_one_launch(
         blocks.token_slot_T, blocks.first, blocks.slot,
         NUM=len(outs), BIAS=bias_N is not None, ONE_BLOCK=rank <= block_r, LIST_ROWS=LIST_ROWS,
         GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        BLOCK_R=block_r, num_warps=config.warps, num_stages=config.stages,
+        BLOCK_R=block_r, num_warps=config.warps, num_stages=config.stages, **overlapping(x_TK.device),
     )  # fmt: skip
     return outs

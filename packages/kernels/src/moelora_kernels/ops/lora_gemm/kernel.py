@@ -13,6 +13,7 @@ import triton.language as tl
 from moelora_kernels.dot import dot
 from moelora_kernels.ops.dense_lora.kernel import pick
 from moelora_kernels.ops.invariant_gemm.kernel import add_lora, place, slot_list
+from moelora_kernels.overlap import wait_for_last
 
 
 @triton.jit
@@ -21,7 +22,7 @@ def projections_kernel(
     M, K, N0, N1, N2, N3,
     p_y, p_b0, p_b1, p_b2, p_b3, p_rank0, p_rank1, p_rank2, p_rank3, R, padded, stride_y,
     p_token_slot, p_block_first, p_block_slot,
-    NUM: tl.constexpr, BIAS: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr,
+    NUM: tl.constexpr, BIAS: tl.constexpr, ONE_BLOCK: tl.constexpr, LIST_ROWS: tl.constexpr, OVERLAP: tl.constexpr,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """o_i[M, N_i] = x[M, K] W_i[N_i, K]ᵀ (+ bias_i) + LoRA_i for NUM projections; d_: tensor descriptors.
@@ -51,6 +52,7 @@ def projections_kernel(
             b_x = d_x.load([i_m * BLOCK_M, i_k])
             b_w = d_w.load([first_w, i_k])
             b_acc = dot(b_x, tl.trans(b_w), b_acc)
+        wait_for_last(OVERLAP)
         b_acc = add_lora(
             b_acc, b_slot, first, end, b_own, b_written, p_y + i_p * padded, pick(i_p, p_b0, p_b1, p_b2, p_b3, NUM),
             p_rank, p_block_slot, o_m, o_n, width, R, stride_y, ONE_BLOCK, BLOCK_R,
