@@ -10,10 +10,14 @@ import importlib
 import json
 import math
 import re
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
 from adapter_writers import AdapterWriter
 from moelora.adapters.base import Catalogue, TargetKind
@@ -70,6 +74,38 @@ def wrapped(name: str) -> tuple[Any, Any]:
             encoders[part] = _small_encoder(plain, text.hidden_size)
     config = config_class(text_config=text, **encoders)
     return MODEL_FOR_MULTIMODAL_LM_MAPPING[config_class], config
+
+
+OLDEST_FOR_ALL = (5, 23)
+"""From this version on transformers runs all of them: a refusal is a fault of that file or of transformers."""
+
+
+def runnable(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The class and the config of a tiny model; skips the test, with the reason, where transformers cannot run it."""
+    reason = refusal(name, dtype)
+    if reason and tuple(map(int, transformers.__version__.split(".")[:2])) >= OLDEST_FOR_ALL:
+        pytest.fail(reason)
+    elif reason:
+        pytest.skip(reason)
+    return _made_from(name)
+
+
+@cache
+def refusal(name: str, dtype: torch.dtype = torch.float32) -> str:
+    """Why transformers by itself cannot make, load or run that tiny model; empty if it can."""
+    try:
+        model_class, config = _made_from(name)
+        with tempfile.TemporaryDirectory() as folder:
+            make(model_class, config, seed=3).save_pretrained(folder)
+            logprobs(model_class.from_pretrained(folder, dtype=dtype).eval(), list(range(3, 20)))
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return f"transformers {transformers.__version__} itself cannot run {name} in {dtype} ({what})"
+    return ""
+
+
+def _made_from(name: str) -> tuple[Any, Any]:
+    return (wrapped if name in WRAPPERS else tiny)(name)
 
 
 def _small_encoder(config: Any, text_width: int) -> Any:

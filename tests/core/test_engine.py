@@ -8,7 +8,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moelora import BASE_ADAPTER, AdapterError, ConfigError, EngineOptions, PrefillEngine, Request, RequestError
+from moelora import (
+    BASE_ADAPTER,
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    EngineOptions,
+    PrefillEngine,
+    Request,
+    RequestError,
+)
+from moelora.graphs.eager import EagerRunner
 from tiny_models import VOCAB, peft_adapter, reference_logprobs, save_model
 
 SOLO_TOLERANCE = 1e-5
@@ -303,3 +313,22 @@ def test_a_single_request_and_a_list_of_adapters_are_refused_with_what_to_give(t
     engine = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
     with pytest.raises(RequestError, match="a list of requests"):
         engine.score(Request(token_ids=[1]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (RuntimeError("float != c10::BFloat16"), CheckpointError),
+        (NotImplementedError("no such kernel"), CheckpointError),
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_what_the_models_code_raises_is_said_with_architecture_and_dtype(world, monkeypatch, fault, expected):
+    def run(*given):
+        raise fault
+
+    monkeypatch.setattr(EagerRunner, "run", run)
+    with pytest.raises(expected) as raised:
+        make_engine(world, dtype="bfloat16")
+    if expected is CheckpointError:
+        assert str(raised.value) == f"moelora cannot run qwen3_moe in bfloat16 ({type(fault).__name__}: {fault})"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adapter_writers import PREFIX, write_adapter
-from arch_world import logprobs, make, tiny
+from arch_world import logprobs, make, runnable
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.adapters.names import canonical
 from moelora.models.base_model import open_base
@@ -26,7 +26,7 @@ CASES = [
 @pytest.mark.parametrize(("architecture", "ending"), CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_replaced_modules_equal_changed_weights(tmp_path, architecture, ending):
-    model_class, config = tiny(architecture)
+    model_class, config = runnable(architecture)
     make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
     model = model_class.from_pretrained(tmp_path / "model").eval().requires_grad_(False)
     targets = build_catalogue(open_base(tmp_path / "model").skeleton()).targets

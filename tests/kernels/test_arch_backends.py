@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from adapter_writers import AdapterWriter
-from arch_world import logprobs, make, merged, tiny
+from arch_world import logprobs, make, merged, runnable
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue
@@ -21,7 +21,7 @@ from moelora.models.catalogue import build_catalogue
 )
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_not_what_it_looks_like_stays(tmp_path, name):
-    model_class, config = tiny(name)
+    model_class, config = runnable(name)
     make(model_class, config, seed=3).save_pretrained(tmp_path)
     model = model_class.from_pretrained(tmp_path).eval()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,7 @@ def test_what_is_not_what_it_looks_like_stays(tmp_path, name):
 @pytest.mark.filterwarnings("ignore")
 def test_inputs_that_are_transposed_are_adapted(tmp_path):
     """A state-space layer hands its projection channels that lie one behind the other."""
-    model_class, config = tiny("jamba")
+    model_class, config = runnable("jamba")
     make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
     model = model_class.from_pretrained(tmp_path / "model").eval()
     catalogue = build_catalogue(open_base(tmp_path / "model").skeleton())

@@ -416,9 +416,13 @@ class PrefillEngine:
                 base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=self._device)
                 self._head.logits(hidden_TH[-1:], base_row, has_lora=False)
                 self._head.recognise(hidden_TH[-2:])
-        except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError) as error:
-            model_type = self._base.architecture.model_type
-            raise CheckpointError(f"moelora cannot run {model_type} ({type(error).__name__}: {error})") from error
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            model_type, dtype = self._base.architecture.model_type, str(self._base.dtype).removeprefix("torch.")
+            raise CheckpointError(
+                f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
+            ) from error
         self._installed.finish()
         if self._base.functions and self._capacity.max_requests > 1 and self._capacity.max_tokens > 1:
             self._try_kernels(eager)

@@ -30,12 +30,20 @@ def decoder_of(causal_lm: Any) -> Any:
 
 
 def other_modalities(causal_lm: Any) -> list[tuple[nn.Module, str]]:
-    """What lies beside the decoder in the wrapper of a multimodal model: (its parent, its name there)."""
+    """What lies beside the decoder in the wrapper of a multimodal model: (its parent, its name there).
+
+    Beside the head, where some wrappers keep their encoders, only what is a model of its own.
+    """
+    from transformers import PreTrainedModel
+
     found: list[tuple[nn.Module, str]] = []
     decoder = decoder_of(causal_lm)
     if decoder is causal_lm:
         return found
-    parent = getattr(causal_lm, body_name(causal_lm))
+    body = body_name(causal_lm)
+    beside_head = (name for name, child in causal_lm.named_children() if isinstance(child, PreTrainedModel))
+    found += [(causal_lm, name) for name in beside_head if name != body]
+    parent = getattr(causal_lm, body)
     while parent is not decoder:
         inside = next(c for c in parent.children() if any(module is decoder for module in c.modules()))
         found += [(parent, name) for name, child in parent.named_children() if child is not inside]

@@ -22,8 +22,9 @@ WINDOW = 8
 
 NOT_ARCHITECTURE = (
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "quantization_config", "id2label", "label2id",
+    "output_attentions",
 )  # fmt: skip
-"""What a config says of its checkpoint rather than of the architecture."""
+"""What a config says of its checkpoint or of a call rather than of the architecture."""
 
 _EXPERTS, _TOP_K = 8, 2
 _HEADS, _HEAD_WIDTH, _LEAST_WIDTH = 4, 16, 8
@@ -79,10 +80,7 @@ def shrink_config(config: Any, layers: int | None) -> Any:
     settings = copy.deepcopy(config.to_dict())
     total = _first(settings, *(k for k in settings if _IS["layers"].search(k))) or 0
     keep = min(layers or total, _MOST_LAYERS, total)
-    small = _walk(settings, _Scale(settings), total, keep)
-    for key in NOT_ARCHITECTURE:
-        small.pop(key, None)
-    return type(config).from_dict(small)
+    return type(config).from_dict(_walk(settings, _Scale(settings), total, keep))
 
 
 def layers_of_every_kind(body: nn.Module) -> int | None:
@@ -122,7 +120,9 @@ def _signature(block: nn.Module) -> Any:
 def _walk(settings: dict[str, Any], scale: _Scale, total: int, keep: int) -> dict[str, Any]:
     if settings and all(re.fullmatch(r"\d+", str(key)) for key in settings):  # settings by layer
         settings = {key: value for key, value in settings.items() if int(key) < keep}
-    small = {key: _small(str(key), value, scale, total, keep) for key, value in settings.items()}
+    # Within other configs too, some of which refuse to be made from all that they tell of themselves.
+    kept = {key: value for key, value in settings.items() if key not in NOT_ARCHITECTURE}
+    small = {key: _small(str(key), value, scale, total, keep) for key, value in kept.items()}
     experts = next((v for k, v in small.items() if _kind(k) == "experts" and isinstance(v, int)), _EXPERTS)
     for key, value in small.items():
         if _kind(key) == "groups" and isinstance(value, int) and value > 1:
