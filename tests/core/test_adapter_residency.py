@@ -1,7 +1,9 @@
 """More adapters than slots: what is copied when, in which order against compute, and from where in host memory."""
 
 import random
+import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -308,6 +310,72 @@ def test_pinned_memory_is_cut_from_blocks(monkeypatch):
         assert torch.equal(copy, tensor)
     assert 3600 in made
     assert set(made) == {3600, 4096}
+
+
+def test_what_is_kept_is_copied_into_page_locked_memory_when_its_turn_is_near(tmp_path, monkeypatch):
+    copied = []
+
+    def copy(adapter, memory):
+        copied.append(adapter.name)
+        return replace(adapter, path=Path("locked"))
+
+    monkeypatch.setattr("moelora.adapters.host.pinned", copy)
+    disk = Disk(tmp_path)
+    host = HostAdapters(disk.paths, disk.load)
+    assert host.is_ready("a0")
+    host.pin(slots=1)
+    assert copied == []
+    assert not host.is_ready("a0")
+    host.get_ready(["a0", "a1", "a2", "a3"])
+    assert [host.take(name).path for name in ("a0", "a1")] == [Path("locked")] * 2
+    assert copied == ["a0", "a1"]
+    assert not host.is_ready("a0")
+    host.get_ready(["a2", "a3"])
+    assert host.take("a4").path == Path("locked")  # behind the two that are on their way
+    assert copied == ["a0", "a1", "a2", "a3", "a4"]
+    assert host.is_ready("a2")
+    assert len(disk.reads) == 5  # each once, at the start
+
+
+def test_copies_are_made_ahead_for_all_slots_and_reads_for_two(tmp_path, monkeypatch):
+    monkeypatch.setattr("moelora.adapters.host.pinned", lambda adapter, memory: adapter)
+    disk = Disk(tmp_path, 9)
+    one = disk.load("a0", disk.paths["a0"]).nbytes
+    host = HostAdapters(disk.paths, disk.load, budget=5 * one)
+    kept = [name for name in host if host.is_ready(name)]
+    read = [name for name in host if name not in kept]
+    assert len(read) > READ_AHEAD
+    host.pin(slots=4)
+    host.get_ready(kept)
+    assert list(host._coming) == kept[:4]
+    host.get_ready(read)
+    assert list(host._coming) == read[:READ_AHEAD]
+
+
+@pytest.mark.parametrize("budget", [None, 0], ids=["kept", "read again"])
+def test_an_adapter_comes_while_those_before_it_are_used(tmp_path, budget, monkeypatch):
+    """Six adapters of five batches each on two slots; none but the first is waited for."""
+    monkeypatch.setattr("moelora.adapters.host.pinned", lambda adapter, memory: adapter)
+    disk = Disk(tmp_path, 6)
+    host = HostAdapters(disk.paths, disk.load, budget=budget)
+    host.pin(slots=2)
+    bank = AdapterBank(CATALOGUE, BankLayout.of(host.values()), slots=2, device=CPU, dtype=torch.float32)
+    residency = Residency(host, bank)
+    sequences = [Sequence(request=i, adapter=f"a{i % 6}", token_ids=(0,) * 9, runs=(), top_k=0) for i in range(60)]
+    placed = [
+        (batch, residency.place(batch))
+        for batch in plan(sequences, BatchLimits(max_tokens=20, max_sequences=8, max_adapters=2))
+    ]
+    waited = []
+    for (_, placement), upcoming in look_ahead(placed, 9):
+        waited += [n for n, slot in placement.items() if bank.residents[slot] != n and not host.is_ready(n)]
+        residency.bring(placement)
+        residency.prefetch(placement, [later for _, later in upcoming])
+        while not all(coming.done() for coming in host._coming.values()):
+            time.sleep(0.001)  # a device would compute meanwhile
+        residency.release(placement)
+    assert waited == ["a0"]
+    assert bank.loads == 6
 
 
 def test_only_what_lies_on_the_host_is_pinned():

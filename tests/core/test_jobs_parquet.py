@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import json
+import random
 
 import pytest
 
@@ -12,12 +13,12 @@ from pyarrow import parquet
 
 from fake_engine import FakeEngine
 from moelora.errors import InputError
-from moelora.jobs.parquet import ParquetReader
+from moelora.jobs.parquet import ParquetReader, _table, _table_by_rows, output_schema
 from moelora.jobs.reader import LineReader, open_rows
 from moelora.jobs.rows import parse_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.text import TextEncoder
-from moelora.jobs.writer import open_output
+from moelora.jobs.writer import encode_row, open_output
 
 ROWS = [
     {"id": "a", "prompt_token_ids": [20, 21, 22], "metadata": {"kind": "x", "n": [1, 2]}},
@@ -107,3 +108,114 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     parquet.write_table(pa.table([["a"], ["b"]], names=["prompt", "prompt"]), tmp_path / "in.parquet")
     with pytest.raises(InputError, match="column 'prompt' stands there 2 times"):
         ParquetReader(tmp_path / "in.parquet")
+
+
+ODD = ("plain", 'quote " and \\ and /', "tab\tline\nend\r", "\u2028\u2029\x85\x00\x7f", "Ünïcode 😀", "")
+
+
+def random_line(draw):
+    """An output row with every kind of value."""
+    token = {"token_id": draw.randrange(10**6), "logprob": -draw.expovariate(1)}
+    scores = [None, -draw.expovariate(1), -1e-300 * draw.random(), -5e-324, -0.0, 0.0, -1.7976931348623157e308]
+    row = {
+        "id": f"{draw.choice(ODD)}{draw.random()}",
+        "adapter": draw.choice([None, "A", *ODD]),
+        "num_tokens": draw.choice([None, 7]),
+        "truncated_tokens": 0,
+        "logprob_sum": draw.choice(scores),
+        "is_greedy": draw.choice([None, True, False]),
+        "next_token": draw.choice([None, token]),
+        "mode": "eager",
+        "metadata": None,
+        "error": draw.choice([None, *ODD]),
+    }
+    if draw.random() < 0.5:
+        row |= {"token_ids": [1, 2, 2**40], "token_logprobs": scores, "top_logprobs": [token, token]}
+    if draw.random() < 0.5:
+        choice = {"logprob": -1.5, "logprob_per_token": -0.5, "logprob_per_byte": None, "num_tokens": 3}
+        kinds = [{"text": draw.choice(ODD)}, {"token_ids": [1, 2, 3]}]
+        row["choices"] = [{**draw.choice(kinds), **choice, "num_bytes": None, "is_greedy": False} for _ in range(3)]
+    return row
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_the_same_read_by_arrow_or_one_by_one(seed):
+    draw = random.Random(seed)
+    lines = [encode_row(random_line(draw)) for _ in range(200)]
+    by_arrow, by_rows = (make(lines, output_schema()) for make in (_table, _table_by_rows))
+    assert by_arrow.schema == by_rows.schema
+    assert [repr(row) for row in by_arrow.to_pylist()] == [repr(row) for row in by_rows.to_pylist()]
+
+
+@pytest.mark.parametrize("odd", [{"id": 7}, {"id": 2**70}, {"metadata": "text"}, {"metadata": {"a": [1, None]}}])
+def test_ids_and_metadata_become_text_whatever_they_are(tmp_path, odd):
+    rows = [{**random_line(random.Random(i)), **(odd if i == 1 else {})} for i in range(3)]
+    with open_output(tmp_path / "out.parquet", None) as sink:
+        for row in rows:
+            sink.write(encode_row(row))
+    written = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["id"] for row in written] == [str(row["id"]) for row in rows]
+    assert [row["metadata"] and json.loads(row["metadata"]) for row in written] == [row["metadata"] for row in rows]
+
+
+def test_long_rows_are_written_before_many_are_held(tmp_path, monkeypatch):
+    monkeypatch.setattr("moelora.jobs.parquet._GROUP_BYTES", 1000)
+    with open_output(tmp_path / "out.parquet", None) as sink:
+        for i in range(100):
+            sink.write(encode_row(random_line(random.Random(i))))
+    file = parquet.ParquetFile(tmp_path / "out.parquet")
+    assert file.num_row_groups > 10
+    assert file.metadata.num_rows == 100
+
+
+INTEGERS = pa.list_(pa.int32())
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        pa.array([[1, 2], [3], [4, 5, 6], []], INTEGERS),
+        pa.array([[1, 2], None, [4, 5, 6], []], INTEGERS),
+        pa.array([[1, 2], [None, 3], [4], [5]], INTEGERS),
+        pa.array([[9, 9], [1, 2], [3], [4, 5, 6], [], [8]], INTEGERS).slice(1, 4),
+        pa.array([[1, 2], [3], [4, 5, 6], []], pa.large_list(pa.uint8())),
+        pa.array([[1, 2], [3], [4, 5, 6], []], pa.list_(pa.int64(), -1)),
+        pa.array([[1.0, 2.0], [float("nan")], [3.0], []], pa.list_(pa.float64())),
+        pa.array(["text", "", "\x00", None]),
+        pa.array(["same", "same", None, "other"]).dictionary_encode(),
+        pa.array([True, False, None, True]),
+    ],
+    ids=lambda a: str(a.type),
+)
+def test_rows_are_the_same_with_and_without_the_way_through_text(tmp_path, monkeypatch, prompts):
+    """A column of floats makes every row go through text; here it is one that holds nothing."""
+    columns = {"prompt_token_ids": prompts, "adapter": pa.array(["A", None, "B", "A"])}
+    parquet.write_table(pa.table(columns), tmp_path / "plain.parquet")
+    parquet.write_table(pa.table({**columns, "metadata": pa.nulls(4, pa.float64())}), tmp_path / "text.parquet")
+    plain, text = (list(ParquetReader(tmp_path / f"{name}.parquet")) for name in ("plain", "text"))
+    assert [json.loads(line) for _, line in text] == [
+        row if isinstance(row, dict) else json.loads(row) for _, row in plain
+    ]
+    assert list(parse_rows(plain)) == list(parse_rows(text))
+
+
+def invalid_text(*values):
+    raw = pa.array(values, pa.binary())
+    return pa.Array.from_buffers(pa.string(), len(values), raw.buffers())
+
+
+@pytest.mark.parametrize("more", [{}, {"metadata": pa.nulls(4, pa.float64())}], ids=["plain", "text"])
+def test_text_that_is_not_utf8_costs_its_row(tmp_path, more):
+    prompts = invalid_text(b"good", b"\xff\xfe", "né".encode(), b"")
+    parquet.write_table(pa.table({"prompt": prompts, **more}), tmp_path / "in.parquet")
+    rows = list(parse_rows(ParquetReader(tmp_path / "in.parquet")))
+    assert [row.prompt for row in rows] == ["good", None, "né", None]
+    assert "not UTF-8: byte 0xff" in rows[1].error
+    assert rows[3].error == "line 4: prompt is empty"
+
+
+def test_nested_text_that_is_not_utf8_is_refused_by_its_column(tmp_path):
+    choices = pa.ListArray.from_arrays([0, 2], invalid_text(b"good", b"\xff"))
+    parquet.write_table(pa.table({"prompt": ["a"], "choices": choices}), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match=r"column 'choices' holds text that is not UTF-8"):
+        list(ParquetReader(tmp_path / "in.parquet"))

@@ -124,7 +124,7 @@ class PrefillEngine:
         )
         self._bank = meter.kept("bank", self._make_bank)
         if self._device.type == "cuda" and len(self._adapters) > self._bank.num_slots:
-            self._adapters.pin()  # they take turns in the slots, and are copied while batches run
+            self._adapters.pin(self._bank.num_slots)  # they take turns in the slots, and are copied while batches run
         self._residency = Residency(self._adapters, self._bank)
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()

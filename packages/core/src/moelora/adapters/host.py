@@ -28,6 +28,10 @@ class HostAdapters(Mapping[str, Adapter]):
     go, read again in a thread of their own when `get_ready` names them, and let go after `take`. The same ones are kept
     throughout: turns are taken in a fixed order, so that whichever one were dropped for another would be the one that
     is missed next.
+
+    After `pin`, `take` gives page-locked memory: what is kept is copied into it in the same thread and the same way, as
+    many adapters at a time as one batch may need. To lock all of it would take seconds at the start, and memory that
+    others miss.
     """
 
     def __init__(
@@ -40,10 +44,11 @@ class HostAdapters(Mapping[str, Adapter]):
     ) -> None:
         self._load = load
         self._pin = False
+        self._ahead = READ_AHEAD
         self._outlines: dict[str, Adapter] = {}
         self._kept: dict[str, Adapter] = {}
         self._stamps: dict[str, object] = {}
-        self._reading: dict[str, Future[Adapter]] = {}
+        self._coming: dict[str, Future[Adapter]] = {}
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelora-adapters")
         held = 0
         for name, adapter in self._read_all(sources, say):
@@ -78,12 +83,13 @@ class HostAdapters(Mapping[str, Adapter]):
             for name, reading in pending:
                 yield name, reading.result()
 
-    def pin(self) -> None:
-        """Moves all values into page-locked memory, from which a device copies while the host goes on."""
+    def pin(self, slots: int) -> None:
+        """Has `take` give values in page-locked memory, from which a device copies while the host goes on.
+
+        slots: of the device, and so the most adapters that are copied ahead of their turn.
+        """
         self._pin = True
-        memory = PinnedMemory()
-        for name, adapter in self._kept.items():
-            self._kept[name] = pinned(adapter, memory)
+        self._ahead = max(slots, READ_AHEAD)
 
     @property
     def kept(self) -> int:
@@ -100,36 +106,44 @@ class HostAdapters(Mapping[str, Adapter]):
         return len(self._outlines)
 
     def get_ready(self, names: Iterable[str]) -> None:
-        """Has the first of `names` read that are not in memory; lets go of what was read and is not among them.
+        """Has the first of `names` made ready that are not; lets go of what was and is not among them.
 
         Returns at once.
         """
         names = list(names)
-        for name in set(self._reading) - set(names):
-            self._reading.pop(name).cancel()
+        for name in set(self._coming) - set(names):
+            self._coming.pop(name).cancel()
         for name in names:
-            if len(self._reading) >= READ_AHEAD:
+            from_disk = sum(one not in self._kept for one in self._coming)
+            if len(self._coming) >= self._ahead or (name not in self._kept and from_disk >= READ_AHEAD):
                 return
-            if name not in self._kept and name not in self._reading:
-                self._reading[name] = self._reader.submit(self._read_again, name)
+            if not self._lies_ready(name) and name not in self._coming:
+                self._coming[name] = self._reader.submit(self._make_ready, name)
 
     def is_ready(self, name: str) -> bool:
         """Whether `take` would return at once. A failed read is ready too: `take` raises what went wrong."""
-        return name in self._kept or (name in self._reading and self._reading[name].done())
+        return self._lies_ready(name) or (name in self._coming and self._coming[name].done())
 
     def take(self, name: str) -> Adapter:
         """The adapter with its values; waits for the disk where it must. Raises `AdapterError` if its file changed."""
-        if name in self._kept:
+        if self._lies_ready(name):
             return self._kept[name]
-        reading = self._reading.pop(name, None)
-        return reading.result() if reading is not None else self._reader.submit(self._read_again, name).result()
+        coming = self._coming.pop(name, None)
+        return coming.result() if coming is not None else self._reader.submit(self._make_ready, name).result()
+
+    def _lies_ready(self, name: str) -> bool:
+        return name in self._kept and not self._pin
+
+    def _make_ready(self, name: str) -> Adapter:
+        adapter = self._kept[name] if name in self._kept else self._read_again(name)
+        return pinned(adapter, PinnedMemory()) if self._pin else adapter
 
     def _read_again(self, name: str) -> Adapter:
         path = self._outlines[name].path
         adapter = self._load(name, path)
         if _stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
-        return pinned(adapter, PinnedMemory()) if self._pin else adapter
+        return adapter
 
 
 def _done(adapter: Adapter) -> Future[Adapter]:

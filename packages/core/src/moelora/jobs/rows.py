@@ -22,9 +22,9 @@ MAX_DEPTH = 100
 """Levels of nesting in metadata and messages; far below what JSON writers and readers can recurse into."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would double the time to make one, and there are millions
 class Row:
-    """One line of the input.
+    """One line of the input. Nobody changes one.
 
     line: its number in the file, from 1, blank lines counted. id: as given, else the line number.
     Exactly one of `prompt`, `prompt_token_ids`, `messages` is set unless `error` is.
@@ -50,8 +50,8 @@ class Row:
         return bool(self.choices or self.choices_token_ids)
 
 
-def parse_rows(lines: Iterable[tuple[int, bytes]]) -> Iterator[Row]:
-    """Turns numbered lines into rows, one for each.
+def parse_rows(lines: Iterable[tuple[int, bytes | dict[str, Any]]]) -> Iterator[Row]:
+    """Turns numbered lines, or objects of JSON types alone, into rows, one for each.
 
     Ids are compared as text, so 7 and "7" are the same. The first row that carries an id keeps it, even if that row is
     bad for another reason; later ones are errors. A row without an id claims its line number if it is good.
@@ -73,19 +73,21 @@ def parse_row(number: int, data: bytes) -> Row:
     return _parse(number, data)[0]
 
 
-def _parse(number: int, data: bytes) -> tuple[Row, bool]:
+def _parse(number: int, data: bytes | dict[str, Any]) -> tuple[Row, bool]:
     """The row, and whether its id was given by the row itself."""
     identity: str | int = number
     explicit = False
     metadata: Any = None
     try:
-        record = load_object(data)
+        record = load_object(data) if isinstance(data, bytes) else data
         # Id and metadata come first, so that they are echoed even if the rest is wrong.
         given = _id(record)
         explicit = given is not None
         identity = number if given is None else given
-        _refuse_surrogates(record.get("metadata"), "metadata")
-        metadata = record.get("metadata")
+        given = record.get("metadata")
+        if given is not None:
+            _refuse_surrogates(given, "metadata")
+            metadata = given
         return Row(line=number, id=identity, metadata=metadata, **_fields(record)), explicit
     except RequestError as error:
         return Row(line=number, id=identity, metadata=metadata, error=f"line {number}: {error}"), explicit
@@ -138,15 +140,17 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refu
 
 
 def _id(record: dict[str, Any]) -> str | int | None:
-    given = [key for key in ("id", "custom_id") if record.get(key) is not None]
-    if len(given) == 2:
-        raise RequestError("give id or custom_id, not both")
-    if not given:
+    key, value = "id", record.get("id")
+    custom = record.get("custom_id")
+    if custom is not None:
+        if value is not None:
+            raise RequestError("give id or custom_id, not both")
+        key, value = "custom_id", custom
+    if value is None:
         return None
-    value = record[given[0]]
     if not isinstance(value, str | int) or isinstance(value, bool):
-        raise RequestError(f"{given[0]} must be a string or an integer, got {describe(value)}")
-    _refuse_surrogates(value, given[0])
+        raise RequestError(f"{key} must be a string or an integer, got {describe(value)}")
+    _refuse_surrogates(value, key)
     return value
 
 

@@ -220,9 +220,8 @@ class PrefillJob:
             error = f"line {row.line}: {problem}"
         for adapter in adapters:
             unit = _Unit(row, adapter, encoded, error)
-            if error is None:
-                reason = self._check(adapter, unit)
-                unit = replace(unit, error=reason and f"line {row.line}: {reason}")
+            if error is None and (reason := self._check(adapter, unit)) is not None:
+                unit = replace(unit, error=f"line {row.line}: {reason}")
             yield unit
 
     def _check(self, adapter: str, unit: _Unit) -> str | None:

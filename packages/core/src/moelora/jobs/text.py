@@ -159,7 +159,7 @@ def fit(
     With `truncate` the prompt loses tokens on its left, behind `opening` if it begins with that; choices stay whole
     and at least one token of the prompt stays. origin: where the limit comes from, for the message.
     """
-    longest = max((len(choice) for choice in encoded.choices), default=0)
+    longest = max(map(len, encoded.choices), default=0)
     over = 0 if limit is None else len(encoded.token_ids) + longest - limit
     if over <= 0:
         return encoded

@@ -20,7 +20,7 @@ _REFUSED_ENDINGS = (".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zi
 _LINE_ENDS = {"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 
 
 class RowSink(Protocol):
@@ -41,10 +41,13 @@ class AtomicFile:
     """A file that is written beside its final place and moved there when its context is left without an error.
 
     Missing folders are made. A symbolic link keeps pointing where it did; the file behind it is replaced.
+
+    lasting: whether it outlives a power cut from then on, for which the disk is waited for.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, lasting: bool = True) -> None:
         self._final = Path(os.path.realpath(path))
+        self._lasting = lasting
 
     def __enter__(self) -> AtomicFile:
         self._final.parent.mkdir(parents=True, exist_ok=True)
@@ -60,11 +63,13 @@ class AtomicFile:
         try:
             if kind is None:
                 self._file.flush()
-                os.fsync(self._file.fileno())
+                if self._lasting:
+                    os.fsync(self._file.fileno())
             self._file.close()
             if kind is None:
                 os.replace(self._temporary, self._final)
-                _sync_folder(self._final.parent)
+                if self._lasting:
+                    _sync_folder(self._final.parent)
         finally:
             self._file.close()
             self._temporary.unlink(missing_ok=True)
@@ -173,8 +178,9 @@ def finite_row(row: dict[str, Any], *, where: str = "") -> dict[str, Any]:
 def encode_row(row: dict[str, Any]) -> bytes:
     """One line of JSON in UTF-8, with its end. Raises `ValueError` for a number that is not finite."""
     text = _ENCODER.encode(row)
-    for character, escaped in _LINE_ENDS.items():
-        text = text.replace(character, escaped)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS.items():
+            text = text.replace(character, escaped)
     return text.encode("utf-8") + b"\n"
 
 
