@@ -1,5 +1,7 @@
 """The scoring head: equal to all logits at once, whatever the chunking, and bit-equal for a row wherever it stands."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -69,6 +71,20 @@ def test_equals_all_logits_at_once(N, V, H, ranks, extras, top_k, with_bias, see
     bias = torch.linspace(-1, 1, V, device=DEVICE) if with_bias else None
     more = {"bias_V": bias, "slots": slots, "row_slot_N": row_slot, "top_k": top_k, **extras}
     compare(score_rows(x, w, targets, config=SMALL, **more), naive_scores(x, w, targets, **more), top_k)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_bulk_copies_give_the_bits_of_loads(monkeypatch, flatten):
+    """The same product through tensor descriptors: tiles over both edges, a persistent grid."""
+    x, w, targets, _, _ = make(37, 70, 40, seed=5, dtype=torch.bfloat16)
+    more = {"bias_V": torch.linspace(-1, 1, 70, device=DEVICE).bfloat16(), "top_k": 3, "softcap": 4.0}
+    config = replace(SMALL, flatten=flatten)
+    loads = score_rows(x, w, targets, config=config, **more)
+    monkeypatch.setattr(score_head, "bulk_copies", lambda *matrices: True)
+    bulk = score_rows(x, w, targets, config=config, **more)
+    compare(bulk, naive_scores(x, w, targets, **more), 3)
+    for name in ("target_logprob", "argmax_id", "argmax_logprob", "lse", "top_ids", "top_logprobs"):
+        assert torch.equal(getattr(bulk, name).nan_to_num(7), getattr(loads, name).nan_to_num(7)), name
 
 
 def test_ties_go_to_the_lowest_id():

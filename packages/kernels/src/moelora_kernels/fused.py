@@ -7,11 +7,13 @@ from functools import partial
 import torch
 
 from moelora.backends.base import HeadWeights, RowScores
+from moelora_kernels.launch import FLOAT_DTYPES
 from moelora_kernels.ops.gated_activation import gated_activation
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.rms_norm import rms_norm
 from moelora_kernels.ops.rotary import rotary
 from moelora_kernels.ops.score_head import MAX_TOP_K, score_rows
+from moelora_kernels.ops.top_k import MAX_K, MAX_WIDTH, top_k
 
 
 class TritonOps:
@@ -27,6 +29,10 @@ class TritonOps:
 
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
         return gated_activation(gate_PI, up_PI, kind=kind)
+
+    def top_k(self, x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        fits = x_TE.shape[1] <= MAX_WIDTH and 1 <= k <= min(MAX_K, x_TE.shape[1]) and x_TE.dtype in FLOAT_DTYPES
+        return top_k(x_TE.contiguous(), k) if fits else None
 
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         return invariant_gemm(x_MK.contiguous(), w_NK, bias_N)

@@ -259,7 +259,8 @@ class TiledBackend(Backend):
             )
         # One kernel in every mode, so that a row has the same bits eager, replayed and padded. Its grid follows
         # tokens where torch's is request slots × the longest sequence; it was the faster at every shape measured.
-        config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2])
+        longest = segments.longest if segments.lengths is not None else None
+        config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2], longest=longest)
         if config not in segments.cache:
             segments.cache[config] = attention_tiles(segments.cu_seqlens_S1, q_THD.shape[0], config)
         return varlen_attention(

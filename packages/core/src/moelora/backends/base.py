@@ -181,6 +181,9 @@ class FusedOps(Protocol):
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
         """act(gate) · up. kind: "silu", "gelu_tanh" or "gelu"."""
 
+    def top_k(self, x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Values and int64 indices `[T, k]` of each row's largest, largest first; None for what it cannot do."""
+
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias in one order of accumulation, whatever M is."""
 

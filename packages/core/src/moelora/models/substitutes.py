@@ -18,6 +18,7 @@ import torch
 from moelora.backends.base import FusedOps
 from moelora.models.context import current_context, has_context
 from moelora.models.experts import activation_name
+from moelora.models.top_k import install_top_k
 
 _ROWS = 37
 _NORM_VARIANTS = ("model", "float", "one_plus")
@@ -40,7 +41,7 @@ class Substitutes:
 
 @torch.inference_mode()
 def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtype, device: torch.device) -> Substitutes:
-    """Tries a substitute for every RMSNorm, gated MLP and rotary function of `model`."""
+    """Tries a substitute for every RMSNorm, gated MLP, rotary function and top k of `model`."""
     done = Substitutes()
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -55,6 +56,7 @@ def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtyp
             _try_gated_mlp(module, ops, draw, verdicts, done)
     for name in sorted({type(m).__module__ for m in model.modules()}):
         _try_rotary(name, ops, draw, done)
+    _try_top_k(model, ops, draw, done)
     return done
 
 
@@ -69,6 +71,14 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     got, want = one.float(), other.float()
     scale = want.abs().clamp(min=float(want.abs().mean()))
     return bool(((got - want).abs() <= units * torch.finfo(one.dtype).eps * scale).all())
+
+
+def _try_top_k(model: torch.nn.Module, ops: FusedOps, draw: Callable[..., torch.Tensor], done: Substitutes) -> None:
+    """Equal to torch's, index by index, where no two are equal; of equals torch leaves open which it takes."""
+    x, k = draw(_ROWS, 64).float(), 5
+    made, want = ops.top_k(x, k), x.topk(k)
+    if made is not None and torch.equal(made[0], want.values) and torch.equal(made[1], want.indices):
+        done.used.update(f"top k {name}" for name in install_top_k(model, ops))
 
 
 def _looks_like_rms_norm(module: torch.nn.Module) -> bool:

@@ -71,7 +71,7 @@ def _walk(
     PRECISION: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The online softmax over the keys `[low, high)`; scores are kept in units of log 2."""
+    """The online softmax over the keys `[low, high)`; b_max is kept in units of log 2. scale must be positive."""
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, D0)
     o_v = tl.arange(0, BV)
@@ -88,18 +88,18 @@ def _walk(
             b_s = tl.dot(b_q1, b_k1, b_s, input_precision=PRECISION)
         if HAS_SOFTCAP:
             b_s = softcap * (1.0 - 2.0 / (tl.exp2(b_s * (2.8853900817779268 * scale / softcap)) + 1.0))
-            b_s *= 1.4426950408889634
+            unit = 1.4426950408889634
         else:
-            b_s *= scale * 1.4426950408889634
+            unit = scale * 1.4426950408889634
         if MASKED or HAS_WINDOW:
             m_s = (o_k[None, :] <= o_q[:, None]) & m_k[None, :]
             if HAS_WINDOW:
                 m_s = m_s & (o_q[:, None] - o_k[None, :] < window)
             b_s = tl.where(m_s, b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * unit)
         # A row may have seen no key of its window yet; its maximum is then minus infinity.
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_base[:, None])
+        b_p = tl.exp2(b_s * unit - b_base[:, None])
         b_scale = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_scale + tl.sum(b_p, 1)
         m_v = (o_v < DV)[None, :]

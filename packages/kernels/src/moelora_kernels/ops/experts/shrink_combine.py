@@ -72,8 +72,8 @@ def shrink(
         if WIDE > 0:
             used = tl.where(o_c < WIDE * BC, 1, used)
         if used > 0:
-            # Columns beyond the rank read rank index 0, a valid address, and become zeros. Where all ranks fit into 16
-            # columns the bank's own zeros do for a slot of lower rank: waiting for its rank would cost more.
+            # Columns beyond the rank and those of no slot are not read: their zeros cost no bandwidth. Where all ranks
+            # fit into 16 columns, the bank's own zeros do for a slot of lower rank: waiting for its rank costs more.
             rank = tl.load(p_rank + b_slot) if RP > 16 else tl.full(b_r.shape, R, tl.int32)
             m_r = m_c & (b_r < rank)
             b_at = b_slot.to(tl.int64) * s_a_l + tl.where(m_r, b_r, 0) * s_a_r + expert.to(tl.int64) * s_a_e
@@ -83,10 +83,10 @@ def shrink(
             for o_depth in range(0, depth, BK):
                 if EVEN_K:
                     b_xk = tl.load(p_xk)
-                    b_ak = tl.load(p_at)
+                    b_ak = tl.load(p_at, mask=m_r[None, :], other=0.0)
                 else:
                     b_xk = tl.load(p_xk, mask=o_k[None, :] < depth - o_depth, other=0.0)
-                    b_ak = tl.load(p_at, mask=o_k[:, None] < depth - o_depth, other=0.0)
+                    b_ak = tl.load(p_at, mask=m_r[None, :] & (o_k[:, None] < depth - o_depth), other=0.0)
                 b_acc = tl.dot(b_xk, b_ak, b_acc, input_precision=PRECISION)
                 p_xk += BK
                 p_at += BK

@@ -12,9 +12,11 @@ import triton
 
 from moelora.backends.base import DenseSlots, ExpertSlots
 from moelora.errors import ConfigError
+from moelora_kernels.launch import programs
 from moelora_kernels.ops.experts import ProductConfig, padded_rank, shrink_rows
+from moelora_kernels.ops.invariant_gemm import bulk_copies, descriptor
 from moelora_kernels.ops.routes import RouteBuffers, Routes, token_routes
-from moelora_kernels.ops.score_head.kernel import join_tiles, score_tile
+from moelora_kernels.ops.score_head.kernel import join_tiles, score_tile, score_tiles_bulk
 
 MAX_TOP_K = 64
 _SCRATCH_BYTES = 256 << 20
@@ -31,6 +33,7 @@ class HeadConfig:
     warps: int
     stages: int
     group: int
+    flatten: bool = True
 
 
 _SIXTEEN_BITS = HeadConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, group=8)
@@ -154,55 +157,40 @@ def _score(
     part_arg = torch.empty(n, tiles_v, dtype=torch.int32, device=x.device)
     top = torch.empty(n, tiles_v, top_k, dtype=torch.float32, device=x.device)
     top_id = torch.empty(n, tiles_v, top_k, dtype=torch.int32, device=x.device)
-    rank = 16 if slots is None else slots.b_LOR.shape[2]
-    cap = 1 if routes is None else routes.tile_slots_MC.shape[1]
     unread = best_id
-    score_tile[(tiles_v * tiles_n,)](
-        x,
-        weight_VH,
-        unread if bias_V is None else bias_V,
-        targets,
-        unread if y is None else y,
-        unread if slots is None else slots.b_LOR,
-        unread if slots is None else slots.ranks_L,
-        unread if routes is None else routes.sorted_P,
-        unread if routes is None else routes.row_slot_P,
-        unread if routes is None else routes.tile_first_M,
-        unread if routes is None else routes.tile_rows_M,
-        unread if routes is None else routes.tile_slots_MC,
-        unread if routes is None else routes.tile_num_slots_M,
-        logit,
-        part_max,
-        part_sum,
-        part_arg,
-        top,
-        top_id,
-        n,
-        tiles_n,
-        V,
-        H,
-        x.stride(0),
-        weight_VH.stride(0),
-        0 if slots is None else slots.b_LOR.stride(0),
-        float(logit_scale),
-        1.0 if softcap is None else float(softcap),
-        HAS_BIAS=bias_V is not None,
-        HAS_LORA=routes is not None,
-        HAS_SOFTCAP=softcap is not None,
-        R=rank,
-        RP=padded_rank(rank),
-        SLOT_CAP=cap,
-        TOP_K=top_k,
-        EVEN_K=H % cfg.block_k == 0,
-        PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-        BM=cfg.block_m,
-        BN=cfg.block_n,
-        BK=cfg.block_k,
-        BR=max(16, min(64, triton.next_power_of_2(cap * padded_rank(rank)))),
-        GROUP=cfg.group,
-        num_warps=cfg.warps,
-        num_stages=cfg.stages,
-    )
+    results = (logit, part_max, part_sum, part_arg, top, top_id)
+    scales = (float(logit_scale), 1.0 if softcap is None else float(softcap))
+    constants = {
+        "HAS_BIAS": bias_V is not None,
+        "HAS_SOFTCAP": softcap is not None,
+        "TOP_K": top_k,
+        "BM": cfg.block_m,
+        "BN": cfg.block_n,
+        "BK": cfg.block_k,
+        "GROUP": cfg.group,
+        "num_warps": cfg.warps,
+        "num_stages": cfg.stages,
+    }
+    bias = unread if bias_V is None else bias_V
+    if routes is None and x.dtype is not torch.float32 and bulk_copies(x, weight_VH):
+        score_tiles_bulk[(programs(x.device, tiles_v * tiles_n, 1),)](
+            descriptor(x, cfg.block_m, cfg.block_k), descriptor(weight_VH, cfg.block_n, cfg.block_k),
+            bias, targets, *results, n, tiles_n, V, H, *scales, FLATTEN=cfg.flatten, **constants,
+        )  # fmt: skip
+    else:
+        rank = 16 if slots is None else slots.b_LOR.shape[2]
+        cap = 1 if routes is None else routes.tile_slots_MC.shape[1]
+        lora = (unread,) * 9 if routes is None or slots is None or y is None else (
+            y, slots.b_LOR, slots.ranks_L, routes.sorted_P, routes.row_slot_P, routes.tile_first_M,
+            routes.tile_rows_M, routes.tile_slots_MC, routes.tile_num_slots_M,
+        )  # fmt: skip
+        score_tile[(tiles_v * tiles_n,)](
+            x, weight_VH, bias, targets, *lora, *results, n, tiles_n, V, H, x.stride(0), weight_VH.stride(0),
+            0 if slots is None else slots.b_LOR.stride(0), *scales,
+            HAS_LORA=routes is not None, R=rank, RP=padded_rank(rank), SLOT_CAP=cap,
+            BR=max(16, min(64, triton.next_power_of_2(cap * padded_rank(rank)))), EVEN_K=H % cfg.block_k == 0,
+            PRECISION="ieee" if x.dtype is torch.float32 else "tf32", **constants,
+        )  # fmt: skip
     block = min(1024, triton.next_power_of_2(tiles_v))
     join_tiles[(n,)](part_max, part_sum, part_arg, lse, best, best_id, tiles_v, BLOCK=block, num_warps=4)
     return top, top_id

@@ -9,9 +9,65 @@ Legend: N rows, V vocabulary, H hidden, R rank, C tiles of the vocabulary. Logit
 import triton
 import triton.language as tl
 
+from moelora_kernels.dot import dot
 from moelora_kernels.ops.experts.lora import add_lora_columns, tile_rows
 
 _NOBODY = tl.constexpr(2147483647)
+
+
+@triton.jit
+def store_tile(
+    b_acc,
+    b_row,
+    m_m,
+    i_n,
+    p_bias,
+    p_target,
+    p_logit,
+    p_max,
+    p_sum,
+    p_arg,
+    p_top,
+    p_top_id,
+    vocab,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Reduces the products [BM, BN] of rows b_row with the ids of vocabulary tile i_n, and writes what is left."""
+    blocks_n = tl.cdiv(vocab, BN)
+    o_n = i_n * BN + tl.arange(0, BN)  # [BN]
+    m_n = o_n < vocab
+    if HAS_BIAS:
+        b_acc += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    b_acc *= scale
+    if HAS_SOFTCAP:
+        # tanh(z) = 1 - 2 / (exp(2z) + 1): right at both ends, where exp gives 0 or infinity.
+        b_acc = softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_acc / softcap) + 1.0))
+    b_acc = tl.where(m_n[None, :], b_acc, float("-inf"))
+
+    b_at = b_row * blocks_n + i_n  # [BM]
+    b_max = tl.max(b_acc, 1)
+    # A tile may hold nothing but minus infinity; its sum is then zero, not NaN.
+    b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
+    tl.store(p_max + b_at, b_max, mask=m_m)
+    tl.store(p_sum + b_at, tl.sum(tl.exp(b_acc - b_base[:, None]), 1), mask=m_m)
+    b_arg = tl.min(tl.where(b_acc == b_max[:, None], o_n[None, :], _NOBODY), 1)
+    tl.store(p_arg + b_at, b_arg, mask=m_m)
+    b_target = tl.load(p_target + b_row, mask=m_m, other=-1)
+    m_hit = m_m & (b_target >= i_n * BN) & (b_target < tl.minimum(i_n * BN + BN, vocab))
+    b_logit = tl.sum(tl.where(o_n[None, :] == b_target[:, None], b_acc, 0.0), 1)
+    tl.store(p_logit + b_row, b_logit, mask=m_hit)
+    if TOP_K > 0:
+        for i_k in range(TOP_K):
+            tl.store(p_top + b_at * TOP_K + i_k, b_max, mask=m_m)
+            tl.store(p_top_id + b_at * TOP_K + i_k, tl.where(b_max == float("-inf"), -1, b_arg), mask=m_m)
+            b_acc = tl.where(o_n[None, :] == b_arg[:, None], float("-inf"), b_acc)
+            b_max = tl.max(b_acc, 1)
+            b_arg = tl.min(tl.where(b_acc == b_max[:, None], o_n[None, :], _NOBODY), 1)
 
 
 @triton.jit(do_not_specialize=["rows", "row_tiles"])
@@ -97,7 +153,7 @@ def score_tile(
         else:
             b_a = tl.load(p_a, mask=o_k[None, :] < depth - o_depth, other=0.0)
             b_w = tl.load(p_wt, mask=o_k[:, None] < depth - o_depth, other=0.0)
-        b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
+        b_acc = dot(b_a, b_w, b_acc)
         p_a += BK
         p_wt += BK
     if HAS_LORA:
@@ -117,34 +173,60 @@ def score_tile(
             BR,
             PRECISION,
         )
-    if HAS_BIAS:
-        b_acc += tl.load(p_bias + b_n).to(tl.float32)[None, :]
-    b_acc *= scale
-    if HAS_SOFTCAP:
-        # tanh(z) = 1 - 2 / (exp(2z) + 1): right at both ends, where exp gives 0 or infinity.
-        b_acc = softcap * (1.0 - 2.0 / (tl.exp(2.0 * b_acc / softcap) + 1.0))
-    b_acc = tl.where(m_n[None, :], b_acc, float("-inf"))
+    store_tile(
+        b_acc, b_row, m_m, i_n, p_bias, p_target, p_logit, p_max, p_sum, p_arg, p_top, p_top_id, vocab, scale, softcap,
+        HAS_BIAS, HAS_SOFTCAP, TOP_K, BN,
+    )  # fmt: skip
 
-    b_at = b_row * blocks_n + i_n  # [BM]
-    b_max = tl.max(b_acc, 1)
-    # A tile may hold nothing but minus infinity; its sum is then zero, not NaN.
-    b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
-    tl.store(p_max + b_at, b_max, mask=m_m)
-    tl.store(p_sum + b_at, tl.sum(tl.exp(b_acc - b_base[:, None]), 1), mask=m_m)
-    b_arg = tl.min(tl.where(b_acc == b_max[:, None], o_n[None, :], _NOBODY), 1)
-    tl.store(p_arg + b_at, b_arg, mask=m_m)
-    b_target = tl.load(p_target + b_row)
-    b_hit = o_n[None, :] == b_target[:, None]
-    b_logit = tl.sum(tl.where(b_hit, b_acc, 0.0), 1)
-    m_hit = m_m & (b_target >= i_n * BN) & (b_target < tl.minimum(i_n * BN + BN, vocab))
-    tl.store(p_logit + b_row, b_logit, mask=m_hit)
-    if TOP_K > 0:
-        for i_k in range(TOP_K):
-            tl.store(p_top + b_at * TOP_K + i_k, b_max, mask=m_m)
-            tl.store(p_top_id + b_at * TOP_K + i_k, tl.where(b_max == float("-inf"), -1, b_arg), mask=m_m)
-            b_acc = tl.where(o_n[None, :] == b_arg[:, None], float("-inf"), b_acc)
-            b_max = tl.max(b_acc, 1)
-            b_arg = tl.min(tl.where(b_acc == b_max[:, None], o_n[None, :], _NOBODY), 1)
+
+@triton.jit(do_not_specialize=["rows", "row_tiles"])
+def score_tiles_bulk(
+    d_x,
+    d_w,
+    p_bias,
+    p_target,
+    p_logit,
+    p_max,
+    p_sum,
+    p_arg,
+    p_top,
+    p_top_id,
+    rows,
+    row_tiles,
+    vocab,
+    depth,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """`score_tile` without LoRA, through tensor descriptors (zero beyond the edges), over a persistent grid.
+
+    One loop of tiles and depth: a tile's first blocks are fetched while the one before is reduced.
+    """
+    blocks_n = tl.cdiv(vocab, BN)
+    for i_work in tl.range(tl.program_id(0), blocks_n * row_tiles, tl.num_programs(0), flatten=FLATTEN):
+        i_group = i_work // (GROUP * row_tiles)
+        group = tl.minimum(blocks_n - i_group * GROUP, GROUP)
+        i_in = i_work % (GROUP * row_tiles)
+        i_n = i_group * GROUP + i_in % group
+        i_tile = i_in // group
+        b_acc = tl.zeros([BM, BN], tl.float32)
+        for i_k in range(0, depth, BK):
+            b_x = d_x.load([i_tile * BM, i_k])
+            b_w = d_w.load([i_n * BN, i_k])
+            b_acc = dot(b_x, tl.trans(b_w), b_acc)
+        b_row = (i_tile * BM + tl.arange(0, BM)).to(tl.int64)  # [BM]
+        store_tile(
+            b_acc, b_row, b_row < rows, i_n, p_bias, p_target, p_logit, p_max, p_sum, p_arg, p_top, p_top_id, vocab,
+            scale, softcap, HAS_BIAS, HAS_SOFTCAP, TOP_K, BN,
+        )  # fmt: skip
 
 
 @triton.jit

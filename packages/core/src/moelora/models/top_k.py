@@ -1,0 +1,81 @@
+"""A faster `torch.topk` inside routers, where torch's own takes as long as a projection.
+
+Found by reading: the methods of a model's modules that say `topk(`, in whatever class an architecture has them. Only
+calls of the usual form are taken, over the last dimension, the largest ones; all others reach torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from moelora.backends.base import FusedOps
+
+_CALL = "topk("
+_BEYOND = ("torch.", "transformers.generation.", "transformers.modeling_utils")
+"""Modules of classes that are no part of an architecture: generation picks tokens, which is no router's work."""
+
+
+def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
+    """Wraps every method of `model`'s modules that calls topk; returns the class of each module that has one."""
+    found: list[str] = []
+    methods: dict[type, tuple[str, ...]] = {}
+    for module in model.modules():
+        cls = type(module)
+        if cls not in methods:
+            methods[cls] = _methods(cls)
+        names = methods[cls]
+        for name in names:
+            setattr(module, name, _wrapped(getattr(module, name), ops))
+        if names:
+            found.append(cls.__name__)
+    return found
+
+
+def _methods(cls: type) -> tuple[str, ...]:
+    """Names of the methods that a class, or a base of its architecture, defines around a call of topk."""
+    bases = [base for base in cls.__mro__ if not base.__module__.startswith(_BEYOND)]
+    names = dict.fromkeys(name for base in bases for name, value in vars(base).items() if inspect.isfunction(value))
+    return tuple(name for name in names if _calls_top_k(getattr(cls, name)))
+
+
+def _calls_top_k(function: Any) -> bool:
+    try:
+        return _CALL in inspect.getsource(function)
+    except (OSError, TypeError):  # no source to read
+        return False
+
+
+def _wrapped(original: Callable[..., Any], ops: FusedOps) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        with _TopK(ops):
+            return original(*args, **kwargs)
+
+    return method
+
+
+class _TopK(TorchFunctionMode):
+    """Sends `torch.topk` of rows to the kernel that can do it."""
+
+    def __init__(self, ops: FusedOps) -> None:
+        self._ops = ops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.topk or func is torch.Tensor.topk:
+            for x, k in _plain(*args, **(kwargs or {})):
+                made = self._ops.top_k(x.reshape(-1, x.shape[-1]), k)
+                if made is not None:
+                    return torch.return_types.topk((made[0].view(*x.shape[:-1], k), made[1].view(*x.shape[:-1], k)))
+        return func(*args, **(kwargs or {}))
+
+
+def _plain(
+    input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **others: Any
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """The input and k of a call that wants the largest of the last dimension; nothing for any other call."""
+    if largest and not others and input.ndim > 0 and dim in (-1, input.ndim - 1):
+        yield input, k
