@@ -27,8 +27,8 @@ _SPARE_TILES = 32
 class AttentionConfig:
     """Blocks of the Triton kernel: queries and keys of a step.
 
-    Only `block_n`, which does not depend on the batch, is part of a row's bits: keys behind a row add exact zeros, and 64
-    and 128 queries take the same matrix instruction.
+    Only `block_n`, which does not depend on the batch, is part of a row's bits: keys behind a row add exact zeros, and
+    64 and 128 queries take the same matrix instruction.
     """
 
     block_m: int
