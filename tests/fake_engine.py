@@ -50,6 +50,7 @@ class EngineOptions:
     slots: int | None = None
     buckets: tuple[int, ...] | None = None
     load_format: str = "auto"
+    attention: str = "auto"
     batch_invariant: bool = False
     score_chunk_rows: int | None = None
     lora_b_layout: str | None = None
@@ -81,6 +82,7 @@ class FakeEngine:
         self.adapter_names = list(adapters or {})
         self.slots = options.slots or 8
         self.eager_buckets: list[int] = []
+        self.attention_choice: dict[str, Any] = {}
         self.score_chunk_rows = 100
         self.options = options
         self.window = window

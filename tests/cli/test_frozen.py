@@ -66,6 +66,7 @@ VALUES = {
     "--seed": (None, 0),
     "--default-adapter": (None, None),
     "--with-base": (None, False),
+    "--attention": (("auto", "triton", "fa4"), "auto"),
     "--batch-invariant": (None, False),
 }
 

@@ -105,7 +105,9 @@ def test_options_reach_the_engine(command: Command, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sys.modules["moelora.engine"], "PrefillEngine", Spy)
     options = "--backend torch --graph off --device cuda:1 --dtype float32 --max-tokens 9 --max-requests 8 --slots 7"
-    more = "--buckets 16,64 --load-format dummy --batch-invariant --seed 5 --lora-b-layout rank_major"
+    more = (
+        "--buckets 16,64 --load-format dummy --attention triton --batch-invariant --seed 5 --lora-b-layout rank_major"
+    )
     assert command(*options.split(), *more.split()).code == 0
     assert seen == [
         fake_engine.EngineOptions(
@@ -118,6 +120,7 @@ def test_options_reach_the_engine(command: Command, monkeypatch: pytest.MonkeyPa
             slots=7,
             buckets=(16, 64),
             load_format="dummy",
+            attention="triton",
             batch_invariant=True,
             lora_b_layout="rank_major",
             seed=5,

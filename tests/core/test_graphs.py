@@ -108,14 +108,24 @@ def world(tmp_path_factory):
     return folder
 
 
-def make_engine(world, monkeypatch, mode, recorder=FakeRecorder, names=NAMES, **options):
-    monkeypatch.setattr(moelora.options, "get_backend", lambda name: CapturableTorchBackend())
+def make_engine(
+    world,
+    monkeypatch,
+    mode,
+    recorder=FakeRecorder,
+    names=NAMES,
+    backend=CapturableTorchBackend,
+    on_event=None,
+    **options,
+):
+    monkeypatch.setattr(moelora.options, "get_backend", lambda name: backend())
     monkeypatch.setattr(moelora.engine, "select_runner", lambda wanted: select_runner(wanted, recorder))
     options = {"max_tokens": 64, "buckets": BUCKETS, **options}
     return PrefillEngine(
         world / "model",
         adapters={n: world / n for n in names},
         options=EngineOptions(device="cpu", graph=mode, **options),
+        on_event=on_event,
     )
 
 
@@ -267,6 +277,40 @@ def test_the_choice_of_auto_can_be_taken_over(world, eager, monkeypatch):
         (result,) = engine.score([row(30, "both")])
         assert result.mode is mode
     assert engine.report()["eager_reasons"]["eager_faster"] == 1
+
+
+class ChoosingBackend(CapturableTorchBackend):
+    """Has two kernels of attention, as the Triton backends do; here they are one."""
+
+    def __init__(self):
+        super().__init__()
+        self._choice = {"4/2 heads of 16": {"requests": None, "buckets": 16}}
+
+    @property
+    def attention_choice(self):
+        return self._choice
+
+    @attention_choice.setter
+    def attention_choice(self, choices):
+        self._choice = choices
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
+def test_graphs_that_hold_another_kernel_of_attention_are_captured_anew(world, eager, monkeypatch, mode):
+    said = []
+    engine = make_engine(world, monkeypatch, mode, backend=ChoosingBackend, on_event=said.append)
+    before = len(said)
+    engine.attention_choice = dict(engine.attention_choice)
+    engine.attention_choice = {"4/2 heads of 16": {"requests": 64, "buckets": 16}}
+    assert len(said) == before, "no graph holds what exact lengths choose"
+    engine.attention_choice = {"4/2 heads of 16": {"requests": 64, "buckets": None}}
+    if mode is GraphMode.FULL:
+        assert "capturing graphs anew" in said[before]
+        assert len(said) == before + 1 + len(BUCKETS)
+    else:
+        assert len(said) == before, "attention runs between the parts of these graphs"
+    assert engine.attention_choice == {"4/2 heads of 16": {"requests": 64, "buckets": None}}
+    close(engine.score([row(30, "both")]), eager.score([row(30, "both")]))
 
 
 def test_adapters_loaded_replaced_and_dropped_after_capture(world, monkeypatch, eager):

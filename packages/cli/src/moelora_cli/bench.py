@@ -12,7 +12,14 @@ import click
 from moelora.errors import ConfigError
 from moelora_cli.bench_tables import tables
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
-from moelora_cli.options import POSITIVE, BucketsType, base_options, quiet_libraries, stdout_for_results
+from moelora_cli.options import (
+    POSITIVE,
+    BucketsType,
+    attention_option,
+    base_options,
+    quiet_libraries,
+    stdout_for_results,
+)
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -71,6 +78,7 @@ _QUICK_REPEAT = 2
 )
 @click.option("--peer", type=click.Choice(["transformers"]), help="The same work on transformers with PEFT as well.")
 @click.option("--repeat", type=POSITIVE, default=5, show_default=True, help="Timed calls; the median counts.")
+@attention_option
 @click.option("--batch-invariant", is_flag=True, help="Time runs whose rows have the same bits in any batch.")
 @click.option("--max-tokens", type=POSITIVE, default=16384, show_default=True, help="Most tokens of one batch.")
 @click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Graphs to capture. Default: what is needed.")
@@ -174,5 +182,6 @@ def _engine_options(options: dict[str, Any]) -> EngineOptions:
         buckets=options["buckets"],
         load_format=options["load_format"],
         seed=options["seed"],
+        attention=options["attention"],
         batch_invariant=options["batch_invariant"],
     )

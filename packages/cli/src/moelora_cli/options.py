@@ -146,6 +146,15 @@ _LOAD_FORMAT = click.option(
 base_options = _all(*_WHERE, _LOAD_FORMAT)
 """Where a model runs, and what it is read from."""
 
+attention_option = click.option(
+    "--attention",
+    type=click.Choice(["auto", "triton", "fa4"]),
+    default="auto",
+    show_default=True,
+    help="Kernel of attention (triton and csgmv); auto: FlashAttention 4, if installed, where it was faster.",
+)
+"""Which kernel attention runs on."""
+
 engine_options = _all(
     click.option(
         "--backend",
@@ -167,6 +176,7 @@ engine_options = _all(
     click.option("--slots", type=POSITIVE, help="Adapters that lie on the device at once."),
     click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for."),
     _LOAD_FORMAT,
+    attention_option,
     click.option(
         "--batch-invariant",
         is_flag=True,
@@ -197,6 +207,7 @@ def engine_options_of(options: dict[str, Any]) -> EngineOptions:
         slots=options["slots"],
         buckets=options["buckets"],
         load_format=options["load_format"],
+        attention=options["attention"],
         batch_invariant=options["batch_invariant"],
         lora_b_layout=options["lora_b_layout"],
         seed=options["seed"],

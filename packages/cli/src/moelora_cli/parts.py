@@ -64,7 +64,8 @@ def score_in_parts(
     from moelora.jobs.windows import run_into_parts, window_requests
 
     worker = options["worker"] is not None
-    # Measured, or taken from what is free, anew in each process; both decide between kernels, and so about last bits.
+    # Measured, or taken from what is free, anew in each process; all decide between kernels, and so about last bits.
+    engine.attention_choice = store.agree("attention", engine.attention_choice)
     engine.eager_buckets = store.agree("eager-buckets", engine.eager_buckets)
     engine.score_chunk_rows = store.agree("score-chunk-rows", engine.score_chunk_rows)
     if store.finished() and not worker:

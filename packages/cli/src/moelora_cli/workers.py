@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FLAGS = ("with_base", "batch_invariant")
 _VALUES = (
     *("default_adapter", "logprobs", "top_k", "max_length", "on_long", "backend", "graph", "dtype", "max_tokens"),
-    *("max_requests", "slots", "load_format", "lora_b_layout", "seed"),
+    *("max_requests", "slots", "load_format", "lora_b_layout", "seed", "attention"),
 )
 _POLL_SECONDS = 0.1
 _WORKED = (EXIT_DONE, EXIT_ROW_ERRORS)

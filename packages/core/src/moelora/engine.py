@@ -16,7 +16,7 @@ from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.host import HostAdapters
 from moelora.adapters.loader import load_adapter
 from moelora.adapters.residency import LOOK_AHEAD, Placement, Residency
-from moelora.backends.base import DenseSlots
+from moelora.backends.base import AttentionChoices, DenseSlots
 from moelora.batching.packing import pack
 from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import Sequence as Tokens
@@ -27,7 +27,7 @@ from moelora.environment import free_host_memory, resolve_device
 from moelora.errors import AdapterError, CheckpointError, RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
-from moelora.graphs.select import RunnerRequest, Selection, select_runner
+from moelora.graphs.select import RunnerRequest, Selection, first_mode, select_runner
 from moelora.memory import Sizing, choose_capacity, together
 from moelora.meter import DeviceMeter, measure_largest_batch
 from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
@@ -45,7 +45,7 @@ from moelora.options import (
 from moelora.pipeline import BatchPipeline, Turn
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
-from moelora.types import BASE_ADAPTER, BASE_SLOT, Phase, Request, Result
+from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result
 from moelora.versions import versions
 
 _KERNEL_TOKENS = 96
@@ -54,7 +54,10 @@ _KERNEL_TOKENS = 96
 _PROBE_TOKENS = 149
 """A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for."""
 
-_REPORTED = ("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors")
+_REPORTED = (
+    *("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors", "flash-attn-4"),
+    *("flash-linear-attention", "causal-conv1d"),
+)
 """Packages that shape a result."""
 
 
@@ -129,6 +132,7 @@ class PrefillEngine:
         self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()
         self._check_installed()
+        self._settle_attention(say)
         if self._device.type == "cuda":
             runner = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
             measure_largest_batch(meter, runner, self._head, self._capacity, self._max_positions, say)
@@ -177,6 +181,25 @@ class PrefillEngine:
     def eager_buckets(self, buckets: Iterable[int]) -> None:
         if isinstance(self._runner, CapturedRunner):
             self._runner.eager_buckets = frozenset(buckets)
+
+    @property
+    def attention_choice(self) -> AttentionChoices:
+        """From how many tokens on each attention of the model runs FlashAttention 4; empty where it never can.
+
+        As with `eager_buckets`, for processes that must give the same bits. Graphs that hold another kernel are
+        captured anew. Raises `ConfigError` if FlashAttention 4 cannot be used here.
+        """
+        return self._backend.attention_choice
+
+    @attention_choice.setter
+    def attention_choice(self, choice: AttentionChoices) -> None:
+        before = self._backend.attention_choice
+        self._backend.attention_choice = choice
+        baked = [{name: one["buckets"] for name, one in choices.items()} for choices in (before, self.attention_choice)]
+        runner = self._runner
+        if isinstance(runner, CapturedRunner) and runner.mode is GraphMode.FULL and baked[0] != baked[1]:
+            self._say("capturing graphs anew, with the kernels of attention that other processes of this run use")
+            runner.capture()
 
     @property
     def score_chunk_rows(self) -> int:
@@ -301,6 +324,7 @@ class PrefillEngine:
             "graphs": self._selection.report(),
             "substitutes": self._substitutes.report(),
             "fused_head": self._head.fused,
+            "attention": self._backend.attention_report(),
             "batch_invariant": self.options.batch_invariant,
             "passes": [
                 {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
@@ -403,6 +427,21 @@ class PrefillEngine:
                 has_replacements=bool(self._bank.layout.replaced),
                 on_event=say,
             )
+        )
+
+    def _settle_attention(self, say: Callable[[str], None]) -> None:
+        """Chooses between kernels of attention, before any is baked into a graph."""
+        mode, _ = first_mode(
+            self.options.graph,
+            device=self._device,
+            architecture=self._base.architecture,
+            has_replacements=bool(self._bank.layout.replaced),
+            modes=self._backend.capabilities.graph_modes,
+        )
+        self._backend.settle_attention(
+            longest=self._max_positions or self._capacity.max_tokens,
+            full_slots=self._capacity.request_slots(GraphMode.FULL) if mode is GraphMode.FULL else None,
+            say=say,
         )
 
     def _check_installed(self) -> None:

@@ -42,6 +42,8 @@ class EngineOptions:
         slots: Adapters on the device at once; unless given all of them, up to 8 or what fits.
         buckets: Token counts to capture graphs for, ascending, none above `max_tokens`.
         load_format: "auto", "safetensors", or "dummy": random weights from the config alone.
+        attention: The kernel of packed attention: "auto" (by time, where there are several), or one that the backend
+            has: "triton", "fa4" (FlashAttention 4) for triton and csgmv.
         batch_invariant: The same bits for a row whatever shares its batch; needs triton or csgmv on CUDA.
         score_chunk_rows: Rows of logits held at once, each of V float32 values; sized from free memory unless given.
         lora_b_layout: "rank_major" or "grouped_by_expert", for adapters of fused experts that do not say which it is.
@@ -62,6 +64,7 @@ class EngineOptions:
     slots: int | None = None
     buckets: tuple[int, ...] | None = None
     load_format: str = "auto"
+    attention: str = "auto"
     batch_invariant: bool = False
     score_chunk_rows: int | None = None
     lora_b_layout: str | None = None
@@ -94,6 +97,10 @@ def choose_backend(options: EngineOptions, device: torch.device) -> Backend:
     if options.batch_invariant and backend.fused_ops is None:
         raise ConfigError(f"backend {name!r} does not run batch-invariantly; valid: triton or csgmv on CUDA")
     backend.batch_invariant = options.batch_invariant
+    if options.attention not in backend.attention_kernels:
+        valid = backend.attention_kernels
+        raise ConfigError(choose_from("attention kernel of the backend", options.attention, valid))
+    backend.attention_kernel = options.attention
     return backend
 
 

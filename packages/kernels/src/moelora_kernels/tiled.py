@@ -7,12 +7,13 @@ them even from base rows, False makes the variant for all-base batches, which co
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moelora.backends.base import (
+    AttentionChoices,
     Backend,
     DenseSlots,
     ExpertSlots,
@@ -24,10 +25,12 @@ from moelora.backends.base import (
 from moelora.capacity import PrefillCapacity, admit
 from moelora.errors import ConfigError
 from moelora.types import BASE_SLOT, GraphMode, PackedBatch, Phase
+from moelora_kernels.attention import KERNELS, PackedAttention
 from moelora_kernels.fused import TritonOps
 from moelora_kernels.handles import Handle, PhaseBuffers, no_rows, scratch_of
 from moelora_kernels.launch import interpreted, require
 from moelora_kernels.metadata import RowBuffers, RowPlan
+from moelora_kernels.ops.attention import MAX_WIDTH, MIN_WIDTH
 from moelora_kernels.ops.dense_lora import (
     MAX_RANK,
     RowTiles,
@@ -56,8 +59,10 @@ class TiledBackend(Backend):
     """What both backends share: metadata per phase, refreshed in place, and the calls into `ops/`."""
 
     fused_ops = TritonOps()
+    attention_kernels = KERNELS
 
     def __init__(self) -> None:
+        self._attention = PackedAttention()
         self._buffers: dict[Phase, PhaseBuffers] = {}
         self._moe: dict[Phase, MoeBuffers] = {}
 
@@ -243,39 +248,35 @@ class TiledBackend(Backend):
         softcap: float | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from moelora_kernels.ops.attention import (
-            MAX_WIDTH,
-            MIN_WIDTH,
-            attention_tiles,
-            pick_attention_config,
-            varlen_attention,
-        )
-
         unfit = max(q_THD.shape[2], v_THD.shape[2]) > MAX_WIDTH or q_THD.shape[2] < MIN_WIDTH
         if mask is not None or unfit or (interpreted() and segments.lengths is not None):
             # Masks that hold more than causality, very wide or narrow heads, and the CPU take the exact and slow way.
             return super().attention(
                 q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
             )
-        # One kernel in every mode, so that a row has the same bits eager, replayed and padded. Its grid follows
-        # tokens where torch's is request slots × the longest sequence; it was the faster at every shape measured.
-        longest = segments.longest if segments.lengths is not None else None
-        config = pick_attention_config(q_THD.dtype, q_THD.shape[2], v_THD.shape[2], longest=longest)
-        if config not in segments.cache:
-            segments.cache[config] = attention_tiles(segments.cu_seqlens_S1, q_THD.shape[0], config)
-        return varlen_attention(
-            q_THD,
-            k_THD,
-            v_THD,
-            segments.cu_seqlens_S1,
-            segments.longest,
-            backend="triton",
-            tiles=segments.cache[config],
-            scale=scale,
-            window=window,
-            sinks_H=sinks,
-            softcap=softcap,
+        return self._attention.run(
+            q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap
         )
+
+    def settle_attention(self, *, longest: int, full_slots: int | None, say: Callable[[str], None]) -> None:
+        self._attention.settle(
+            self.attention_kernel,
+            batch_invariant=self.batch_invariant,
+            longest=longest,
+            full_slots=full_slots,
+            say=say,
+        )
+
+    @property
+    def attention_choice(self) -> AttentionChoices:
+        return self._attention.choices
+
+    @attention_choice.setter
+    def attention_choice(self, choices: AttentionChoices) -> None:
+        self._attention.choices = choices
+
+    def attention_report(self) -> list[dict[str, Any]]:
+        return self._attention.report()
 
     def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:
         """A handle with tensors of its own, for a batch that no graph takes."""

@@ -22,6 +22,7 @@ from moelora_kernels.ops.experts import MoeBuffers, experts_lora
 from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, default_config
 from moelora_kernels.ops.experts.naive import naive_experts
 from moelora_kernels.ops.experts.table import Tuned
+from moelora_kernels.timing import Timer, graph_ms
 
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 """Token counts that are tuned by default."""
@@ -62,15 +63,6 @@ class Work:
             has_lora=lora,
             config=config,
         )
-
-
-Timer = Callable[[Callable[[], object]], float]
-"""Milliseconds of some work on the device."""
-
-
-def graph_ms(work: Callable[[], object]) -> float:
-    """Milliseconds of `work` replayed from a CUDA graph, so that the host's launches do not count."""
-    return float(triton.testing.do_bench_cudagraph(work, rep=20, return_mode="median"))
 
 
 def tune_experts(

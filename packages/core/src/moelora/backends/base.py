@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from moelora.models.context import Segments
 
 
+AttentionChoices = dict[str, dict[str, int | None]]
+"""By attention, in words: the fewest tokens, of a batch's longest request ("requests") and of a full graph's bucket
+("buckets"), from which on the other kernel runs; None for never."""
+
+
 class PhaseError(MoeloraError):
     """Buffers of one phase were handed to the other, or used before they were made."""
 
@@ -206,13 +211,16 @@ class FusedOps(Protocol):
 class Backend(ABC):
     """LoRA kernels and their metadata. See the module docstring for the calling sequence.
 
-    fused_ops: None where the backend offers none; then it cannot run batch-invariantly either. batch_invariant: set
-    once by the engine, before the first forward.
+    fused_ops: None where the backend offers none; then it cannot run batch-invariantly either. attention_kernels: what
+    a user may ask for as `attention_kernel`, "auto" first. batch_invariant, attention_kernel: set once by the engine,
+    before the first forward.
     """
 
     capabilities: Capabilities
     fused_ops: FusedOps | None = None
     batch_invariant: bool = False
+    attention_kernels: tuple[str, ...] = ("auto",)
+    attention_kernel: str = "auto"
 
     @abstractmethod
     def init_graph_metadata(self, phase: Phase, capacity: PrefillCapacity, device: torch.device) -> None:
@@ -300,6 +308,29 @@ class Backend(ABC):
         return reference_attention(
             q_THD, k_THD, v_THD, segments, scale=scale, window=window, sinks=sinks, softcap=softcap, mask=mask
         )
+
+    def settle_attention(  # noqa: B027 - most backends have one kernel, and nothing to choose
+        self, *, longest: int, full_slots: int | None, say: Callable[[str], None]
+    ) -> None:
+        """Chooses between kernels for every attention that ran so far, by time; nothing where there is one kernel.
+
+        Called once, after a first forward and before any capture. longest: tokens that a request may have. full_slots:
+        request slots of full graphs, None if none will be captured. say: told what takes its time, and what failed.
+        Raises `ConfigError` if `attention_kernel` names one that cannot be used here.
+        """
+
+    @property
+    def attention_choice(self) -> AttentionChoices:
+        """What was settled; set it to what another process settled, and both take the same kernels."""
+        return {}
+
+    @attention_choice.setter
+    def attention_choice(self, choices: AttentionChoices) -> None:
+        return None
+
+    def attention_report(self) -> list[dict[str, Any]]:
+        """What was settled and why, for the report: JSON types alone, an entry for each attention of the model."""
+        return []
 
     @abstractmethod
     def experts(

@@ -15,7 +15,10 @@ _BLOCK = 1 << 20
 _SAMPLE = 1 << 14
 _SAMPLES = 64
 _READERS = 8
-_PACKAGES = ("torch", "transformers", "tokenizers", "triton")
+_PACKAGES = (
+    *("torch", "transformers", "tokenizers", "triton", "flash-attn-4", "flash-linear-attention", "fla-core"),
+    *("causal-conv1d", "mamba-ssm"),
+)
 """Another version of these may score, or split text, differently in the last bit."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json",
                     "chat_template.jinja", "tokenizer.model")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Packed variable-length causal attention on CUDA: torch's kernel or our own, behind one function.
+"""Packed variable-length causal attention on CUDA: torch's kernel, FlashAttention 4 or our own, behind one function.
 
 Legend: T tokens, S sequence slots, H query heads, G key and value heads, D head width, Dv value width.
 """
@@ -13,9 +13,10 @@ import torch
 import triton
 
 from moelora.errors import ConfigError, choose_from
+from moelora_kernels.ops.attention.flash4 import flash4_attention, flash4_refusal
 from moelora_kernels.ops.attention.kernel import attend, end_tiles, find_tiles
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "fa4")
 MIN_WIDTH, MAX_WIDTH = 16, 256
 _LONG = 2048
 """Sequences from here on are long: their many keys are better read for twice as many queries at once."""
@@ -109,8 +110,9 @@ def varlen_attention(
     c·tanh(score / c). `tiles`: `attention_tiles` of this batch, made once for all layers that share its configuration.
 
     Backend "torch" is `torch.nn.attention.varlen` (16 bits, D = Dv, no softcap; its grid is S × max_seqlen), "triton"
-    does all, on a grid that follows tokens. Both capture and neither synchronises. "auto" is triton: on one H200 (32/4
-    heads of 128, bf16) it took 0.18 ms for 16 × 512 tokens and 4.9 ms for 1 × 16,384, torch's 0.34 and 6.6.
+    does all, on a grid that follows tokens, and "fa4" is FlashAttention 4 (16 bits). All capture and none synchronises.
+    "auto" is triton: on one H200 (32/4 heads of 128, bf16) it took 0.18 ms for 16 × 512 tokens and 4.9 ms for
+    1 × 16,384, torch's 0.34 and 6.6. Where fa4 is the faster, `moelora_kernels.attention` finds out.
     Raises `ConfigError`, with the reason and what to use instead.
     """
     _check(q_THD, k_TGD, v_TGD, cu_seqlens_S1, window, sinks_H, softcap)
@@ -120,10 +122,16 @@ def varlen_attention(
     refusal = torch_refusal(q_THD, v_TGD, softcap)
     if backend == "torch" and refusal is not None:
         raise ConfigError(f"torch's varlen attention cannot run this: {refusal}; use the triton attention backend")
+    if backend == "fa4":
+        refusal = flash4_refusal(q_THD.device, q_THD.dtype, q_THD.shape[2], v_TGD.shape[2])
+        if refusal is not None:
+            raise ConfigError(f"FlashAttention 4 cannot run this: {refusal}; use the triton attention backend")
     if q_THD.shape[0] == 0:
         return q_THD.new_empty(0, q_THD.shape[1], v_TGD.shape[2])
     if backend == "torch":
         return _torch_attention(q_THD, k_TGD, v_TGD, cu_seqlens_S1, max_seqlen, scale, window, sinks_H)
+    if backend == "fa4":
+        return flash4_attention(q_THD, k_TGD, v_TGD, cu_seqlens_S1, max_seqlen, scale, window, sinks_H, softcap)
     return _triton_attention(q_THD, k_TGD, v_TGD, cu_seqlens_S1, scale, window, sinks_H, softcap, tiles)
 
 
@@ -276,6 +284,8 @@ __all__ = [
     "AttentionConfig",
     "AttentionTiles",
     "attention_tiles",
+    "flash4_attention",
+    "flash4_refusal",
     "pick_attention_config",
     "torch_refusal",
     "varlen_attention",

@@ -42,6 +42,21 @@ def find_tiles(p_cu, p_end, p_sequence, p_first, sequences, STEPS: tl.constexpr,
     tl.store(p_first + i_tile, tl.load(p_cu + safe) + (i_tile - before) * BM)
 
 
+@triton.jit(do_not_specialize=["sequences", "rows"])
+def zero_tail(p_x, p_cu, sequences, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeroes the rows behind the last boundary, ROWS of them a program; x is contiguous, `[rows, width]`."""
+    live = tl.load(p_cu + sequences)
+    o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    m_row = (o_row >= live) & (o_row < rows)
+    if (tl.program_id(0) + 1) * ROWS > live:
+        for o_block in range(0, width, BLOCK):
+            o_x = o_block + tl.arange(0, BLOCK)  # [BLOCK]
+            p_rows = p_x + o_row.to(tl.int64)[:, None] * width + o_x[None, :]
+            tl.store(
+                p_rows, tl.zeros([ROWS, BLOCK], p_x.dtype.element_ty), mask=m_row[:, None] & (o_x < width)[None, :]
+            )
+
+
 @triton.jit
 def _walk(
     b_acc,
