@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_writers import AdapterWriter, catalogue_of
 from moelora.adapters.files import TensorReader, read_headers
-from moelora.adapters.loader import load_adapter, read_adapter
+from moelora.adapters.loader import extremes, load_adapter, read_adapter
 from moelora.errors import AdapterError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -34,8 +36,15 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
-def write_header(folder: Path, header: dict[str, Any] | bytes, data: bytes = b"") -> None:
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+SPELLINGS: dict[str, Any] = {
+    "as safetensors writes it": {"separators": (",", ":"), "ensure_ascii": False},
+    "with blanks": {},
+    "over many lines": {"indent": 1},
+}
+
+
+def write_header(folder: Path, header: dict[str, Any] | bytes, data: bytes = b"", **spelling: Any) -> None:
+    raw = header if isinstance(header, bytes) else json.dumps(header, **spelling).encode()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(raw)) + raw + data)
 
 
@@ -64,6 +73,7 @@ def test_damaged(folder: Path, change: Any, said: str) -> None:
 ENTRY = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}
 
 
+@pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize(
     ("header", "said"),
     [
@@ -85,16 +95,71 @@ ENTRY = {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]}
         ({"a.lora_A.weight": ENTRY, "a.lora_B.weight": ENTRY}, "begins at 0"),
         ({"a.lora_A.weight": 3}, "damaged at tensor"),
         ({"a.lora_A.weight": {**ENTRY, "shape": [2**62, 2**62]}}, "takes"),
+        ({"a.lora_A.weight": {**ENTRY, "shape": [2**63, 0], "data_offsets": [0, 0]}}, "damaged at tensor"),
+        ({"a.lora_A.weight": {**ENTRY, "shape": [1.0, 1]}}, "damaged at tensor"),
+        ({"a.lora_A.weight": {**ENTRY, "data_offsets": [0, 4.0]}}, "damaged at tensor"),
+        ({"a.lora_A.weight": {**ENTRY, "data_offsets": [4, 0]}}, "damaged at tensor"),
+        ({"a.lora_A.weight": {**ENTRY, "data_offsets": [0, 2], "shape": [1, 0]}}, "takes 0 bytes"),
+        ({"a.lora_A.weight": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}, "2 bytes behind"),
+        ({"a.lora_A.weight": {**ENTRY, "shape": [2], "data_offsets": [0, 8]}}, "4 bytes are missing"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[00,4]}}', "header is damaged"),
+        (b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', "header is damaged"),
+        (b'{"a":{"dtype":"F32","shape":[1,],"data_offsets":[0,4]}}', "header is damaged"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},}', "header is damaged"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}', "header is damaged"),
+        (b'{"\xff":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "header is damaged"),
+        (b'{"a\n":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "header is damaged"),
+        (
+            b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":3}',
+            "damaged at tensor",
+        ),
+        (b'{"__metadata__":{format:"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "header is damaged"),
+        (
+            b'{"__metadata__":{"dtype":"1","dtype":"2"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            "given twice",
+        ),
+        (b'{"__metadata__":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "holds no tensors"),
+        (
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+            "given twice",
+        ),
         (b'{"a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}, "a": {}}', "given twice"),
         (b'{"a": {}, "a": {"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "given twice"),
         (b'{"a": {"dtype":"F32","dtype":"F16","shape":[1],"data_offsets":[0,4]}}', "given twice"),
     ],
 )
-def test_bad_headers(folder: Path, header: Any, said: str) -> None:
-    write_header(folder, header, bytes(4))
-    if said in ("holds no tensors", "is empty"):
-        write_header(folder, header)
+def test_bad_headers(folder: Path, header: Any, said: str, spelling: str) -> None:
+    data = b"" if said in ("holds no tensors", "is empty") else bytes(4)
+    write_header(folder, header, data, **SPELLINGS[spelling])
     assert said in refusal(folder)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"note": 'a {brace} and a "quote"'}])
+def test_a_header_means_the_same_in_any_spelling(folder: Path, metadata: Any) -> None:
+    draw = random.Random(str(metadata))
+    sizes = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    place = 0
+    for i in range(50):
+        dtype, shape = draw.choice(list(sizes)), [draw.randrange(1, 9) for _ in range(draw.randrange(4))]
+        end = place + math.prod(shape) * sizes[dtype]
+        header[f"layers.{i}.Größe.lora_A.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
+        place = end
+    for spelling in SPELLINGS.values():
+        write_header(folder, header, bytes(place), **spelling)
+        found = read_headers(folder)
+        start = (folder / WEIGHTS).stat().st_size - place
+        assert list(found) == [name for name in header if name != "__metadata__"]
+        for name, info in found.items():
+            entry = header[name]
+            begin, end = entry["data_offsets"]
+            assert (info.name, info.dtype, list(info.shape)) == (name, entry["dtype"], entry["shape"])
+            assert (info.begin - start, info.nbytes) == (begin, end - begin)
+    backwards = dict(reversed(header.items()))
+    write_header(folder, backwards, bytes(place), separators=(",", ":"))
+    assert {name: info.shape for name, info in read_headers(folder).items()} == {
+        name: info.shape for name, info in found.items()
+    }
 
 
 def test_only_a_pickle(folder: Path) -> None:
@@ -133,6 +198,24 @@ def test_values_too_large_for_the_model_s_dtype(folder: Path, dtype: torch.dtype
         load_adapter(folder, name="a", catalogue=catalogue, dtype=dtype)
     assert name in str(caught.value)
     load_adapter(folder, name="a", catalogue=catalogue, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_one_bad_value_among_many_shows_in_the_extremes(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(2)
+    values = torch.randn(600_000, generator=rng).to(dtype)
+    assert extremes(values) == (float(values.min()), float(values.max()))
+    assert extremes(torch.zeros(5, dtype=dtype)) == (0, 0)
+    assert extremes(torch.tensor([-0.0, 0.0], dtype=dtype)) == (0, 0)
+    largest, least = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 2
+    assert extremes(torch.tensor([largest, -largest], dtype=dtype)) == (-largest, largest)
+    assert extremes(torch.tensor([0.0, -least], dtype=dtype)) == (-least, 0)
+    for bad in (math.nan, -math.nan, math.inf, -math.inf):
+        for signs in (1, -1):
+            place = int(torch.randint(len(values), (), generator=rng))
+            broken = values.abs() * signs
+            broken[place] = bad
+            assert not all(map(math.isfinite, extremes(broken))), (bad, signs, place)
 
 
 def test_small_and_large_half_precision_values_survive(folder: Path) -> None:
@@ -180,18 +263,57 @@ def test_a_file_that_changes_behind_its_header_is_not_read(folder: Path) -> None
         reader.read(info)
 
 
-def test_tensors_at_odd_places(folder: Path) -> None:
-    """The format aligns nothing: a header of odd length moves all tensors to odd places."""
-    expected = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}  # not the mapped file
-    raw = (folder / WEIGHTS).read_bytes()
+def move_to_odd_places(path: Path) -> None:
+    raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header = raw[8 : 8 + length].rstrip()
     header += b" " * (1 - len(header) % 2)
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+    path.write_bytes(struct.pack("<Q", len(header)) + header + raw[8 + length :])
+
+
+def test_tensors_at_odd_places(folder: Path) -> None:
+    """The format aligns nothing: a header of odd length moves all tensors to odd places."""
+    expected = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}  # not the mapped file
+    move_to_odd_places(folder / WEIGHTS)
     with TensorReader() as reader:
         for name, info in read_headers(folder).items():
             assert info.begin % 2 == 1
             assert torch.equal(reader.read(info), expected[name])
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_stacks_of_tensors_wherever_they_lie(tmp_path: Path, odd: bool) -> None:
+    """In any order, from places of any distance, in one file or several, into memory with gaps."""
+    draw = random.Random(1)
+    rng = torch.Generator().manual_seed(1)
+    tensors = {
+        f"x.{i}.lora_A.weight": torch.randn(*((3, 5) if i % 3 else (i % 7 + 1, 2)), generator=rng).to(torch.bfloat16)
+        for i in range(40)
+    }
+    shards: list[dict[str, torch.Tensor]] = [{}, {}]
+    for name, tensor in tensors.items():
+        shards[draw.randrange(2)][name] = tensor
+    for number, shard in enumerate(shards):
+        save_file(shard, tmp_path / f"{number}.safetensors")
+        if odd:
+            move_to_odd_places(tmp_path / f"{number}.safetensors")
+    index = {name: f"{number}.safetensors" for number, shard in enumerate(shards) for name in shard}
+    (tmp_path / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": index}))
+    infos = read_headers(tmp_path)
+    alike = [name for name, tensor in tensors.items() if tensor.shape == (3, 5)]
+    draw.shuffle(alike)
+    wanted = torch.stack([tensors[name] for name in alike])
+    with TensorReader() as reader:
+        chosen = [infos[name] for name in alike]
+        assert torch.equal(reader.stack(chosen), wanted)
+        room = torch.zeros(len(alike), 9, 5, dtype=torch.bfloat16)
+        assert torch.equal(reader.stack(chosen, room[:, 2:5]), wanted)
+        assert torch.equal(room[:, 2:5], wanted)
+        assert not room[:, :2].any()
+        assert not room[:, 5:].any()
+        wide = torch.zeros(len(alike), 3, 5, dtype=torch.float32)
+        assert reader.stack(chosen, wide) is wide
+        assert torch.equal(wide, wanted.float())
 
 
 def test_headers_alone(folder: Path) -> None:

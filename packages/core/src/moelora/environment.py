@@ -6,8 +6,10 @@ import gc
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Barrier, Lock
 
 import torch
 
@@ -66,6 +68,38 @@ def free_host_memory(root: Path = Path("/")) -> int | None:
 def cpu_count() -> int:
     """Processors that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_THREADS_BEGIN = Lock()
+
+
+@contextmanager
+def one_core_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads in each of which torch uses one core: operators that were split further would wait for one another.
+
+    All other threads keep what they have. torch holds the number once for each thread and once for those that are still
+    to come, and sets both together: so all of these begin before the latter is put back, one pool at a time.
+    """
+    begun = Barrier(count + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # a thread that has not asked before takes the number for those to come, now still 1
+        begun.wait()
+
+    with ThreadPoolExecutor(count) as pool:
+        with _THREADS_BEGIN:
+            before = torch.get_num_threads()
+            try:
+                for _ in range(count):  # each waits, so that each is taken by a thread of its own
+                    pool.submit(begin)
+                begun.wait()
+            except RuntimeError:  # no more threads are to be had
+                begun.abort()
+                raise
+            finally:
+                torch.set_num_threads(before)
+        yield pool
 
 
 @contextmanager

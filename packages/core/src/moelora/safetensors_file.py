@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+# A file begins with the length of its header.
+_LENGTH_BYTES = 8
 # The limit of the safetensors format itself.
 _MAX_HEADER = 100_000_000
 
@@ -27,6 +30,14 @@ _DTYPES = {
 }  # fmt: skip
 
 _KEYS = (b'"dtype"', b'"shape"', b'"data_offsets"')
+
+# A header as the safetensors library writes it: `{`, its metadata if any, entries of this one form with commas between,
+# `}`. Every such entry is JSON; what is spelled in another way is left to the JSON parser, which takes twice as long.
+_USUAL_ENTRY = re.compile(
+    rb'"([^"\\\x00-\x1f]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],'
+    rb'"data_offsets":\[(0|[1-9][0-9]*),(0|[1-9][0-9]*)\]\}'
+)
+_USUAL_START = re.compile(rb'\{(?:"__metadata__":(\{[^{}]*\}),)?')
 
 
 class FileProblem(Exception):  # noqa: N818 - callers turn it into an error of their own, with the file's name
@@ -63,18 +74,20 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             size = status.st_size
-            start = file.read(8)
+            start = file.read(_LENGTH_BYTES)
             length = int.from_bytes(start, "little")
-            sound = len(start) == 8 and 2 <= length <= min(size - 8, _MAX_HEADER)
+            sound = len(start) == _LENGTH_BYTES and 2 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER)
             header = file.read(length) if sound else file.read(120)
     except OSError as error:
         raise FileProblem(f"cannot be read: {error.strerror or error}") from None
     if not sound:
         raise FileProblem(_why_no_header(start + header, size, length))
     stamp = (size, status.st_mtime_ns)
-    data = 8 + length
-    infos = {name: _info(path, data, stamp, name, entry) for name, entry in _parse(header).items()}
-    _check_extent(infos, data, size)
+    infos = _read_usual(header, path, size, stamp)
+    if infos is None:
+        data = _LENGTH_BYTES + length
+        infos = {name: _info(path, data, stamp, name, entry) for name, entry in _parse(header).items()}
+        _check_extent(infos, data, size)
     return infos
 
 
@@ -103,10 +116,69 @@ class MappedFile:
             whole = self._bytes.numel() // dtype.itemsize * dtype.itemsize
             typed = self._typed[info.dtype] = self._bytes[:whole].view(dtype)
         # One call for slice and shape: there may be tens of thousands.
-        strides = [1] * len(info.shape)
-        for i in range(len(strides) - 1, 0, -1):
-            strides[i - 1] = strides[i] * info.shape[i]
-        return typed.as_strided(info.shape, strides, info.begin // dtype.itemsize)
+        return typed.as_strided(info.shape, _contiguous(info.shape), info.begin // dtype.itemsize)
+
+    def stack(self, infos: Sequence[TensorInfo], out: torch.Tensor) -> None:
+        """Copies tensors of one shape and dtype into `out[0]`, `out[1]`, …, whose dtype is the stored one.
+
+        One call for all of them, wherever they lie: they are picked from the windows of a tensor's size that begin at
+        each byte of the file.
+        """
+        out = out.view(torch.uint8) if out.dtype is not torch.uint8 else out
+        shape = out.shape[1:]
+        room = self._bytes.numel() - math.prod(shape) + 1
+        windows = self._bytes.as_strided((room, *shape), (1, *_contiguous(shape)))
+        torch.index_select(windows, 0, torch.tensor([info.begin for info in infos]), out=out)
+
+
+def stored_dtype(info: TensorInfo) -> torch.dtype:
+    """The dtype in which a tensor lies in its file."""
+    return _DTYPES[info.dtype]
+
+
+def _contiguous(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for i in range(len(strides) - 1, 0, -1):
+        strides[i - 1] = strides[i] * shape[i]
+    return strides
+
+
+def _read_usual(header: bytes, path: Path, size: int, stamp: tuple[int, int]) -> dict[str, TensorInfo] | None:
+    """The tensors of a sound header in the usual spelling; None leaves any other header, and its faults, to the parser.
+
+    Every step goes over all tensors within the interpreter: there may be tens of thousands.
+    """
+    parts = _USUAL_ENTRY.split(header)
+    start = _USUAL_START.fullmatch(parts[0])
+    if start is None or any(key in parts[0] for key in _KEYS):
+        return None
+    if len(parts) == 1 or parts[-1].rstrip(b" ") != b"}" or set(parts[6:-1:6]) - {b","}:
+        return None
+    try:
+        json.loads((start[1] or b"{}").decode())
+        names = b"\n".join(parts[1::6]).decode().split("\n")
+        kinds = list(zip(parts[2::6], parts[3::6], strict=True))
+        known = {kind: _usual_kind(*kind) for kind in set(kinds)}
+        begins, ends = list(map(int, parts[4::6])), list(map(int, parts[5::6]))
+    except (ValueError, KeyError, RecursionError):
+        return None
+    dtypes, shapes, sizes = zip(*map(known.__getitem__, kinds), strict=True)
+    data = _LENGTH_BYTES + len(header)
+    places = list(accumulate(sizes, initial=data))
+    infos = dict(
+        zip(names, map(TensorInfo, names, dtypes, shapes, repeat(path), places, sizes, repeat(stamp)), strict=True)
+    )
+    in_place = [0, *ends] == [*begins, size - data] == [place - data for place in places]
+    return infos if in_place and len(infos) == len(names) and "__metadata__" not in infos else None
+
+
+def _usual_kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...], int]:
+    """dtype, shape and bytes of a tensor from their spelling. Raises ValueError or KeyError where they are unsound."""
+    name, extents = dtype.decode(), tuple(json.loads(b"[%b]" % shape))
+    if any(extent >= 2**63 for extent in extents):
+        raise ValueError(shape)
+    return name, extents, math.prod(extents) * _DTYPES[name].itemsize
 
 
 def _parse(header: bytes) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 
 import torch
 
 from moelora.errors import AdapterError
-from moelora.safetensors_file import FileProblem, MappedFile, TensorInfo
+from moelora.safetensors_file import FileProblem, MappedFile, TensorInfo, stored_dtype
 from moelora.safetensors_file import read_header as read_any_header
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -18,6 +21,7 @@ INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAME = "adapter_model.bin"
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_UNDOTTED = ("..", "/", "\\")
 
 
 def check_folder(path: Path) -> None:
@@ -54,8 +58,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Reads and checks the header of one safetensors file; see `read_headers`."""
     try:
         infos = read_any_header(path)
-        for name, info in infos.items():
-            _check_tensor(name, info)
+        _check_tensors(infos)
     except FileProblem as problem:
         raise AdapterError(f"{path}: {problem}") from None
     if not infos:
@@ -63,8 +66,21 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     return infos
 
 
+def _check_tensors(infos: Mapping[str, TensorInfo]) -> None:
+    """Raises `FileProblem` for the first tensor that an adapter may not have."""
+    together = "".join(infos)  # one look at all names: there may be tens of thousands
+    dotted = together.isprintable() and "" not in infos and not any(mark in together for mark in _UNDOTTED)
+    if (
+        not dotted
+        or not {info.dtype for info in infos.values()} <= set(_FLOATS)
+        or not all(info.nbytes for info in infos.values())
+    ):
+        for name, info in infos.items():
+            _check_tensor(name, info)
+
+
 def _check_tensor(name: str, info: TensorInfo) -> None:
-    if not name or not name.isprintable() or ".." in name or "/" in name or "\\" in name:
+    if not name or not name.isprintable() or any(mark in name for mark in _UNDOTTED):
         raise FileProblem(f"tensor name {name!r} is not a dotted name")
     if info.dtype not in _FLOATS:
         raise FileProblem(f"tensor {name!r} has dtype {info.dtype!r}; valid: {', '.join(_FLOATS)}")
@@ -79,10 +95,15 @@ def is_placeholder(name: str) -> bool:
 
 
 class TensorReader:
-    """Reads values, on the CPU and in the stored dtype. A context manager; the tensors may outlive it."""
+    """Reads values, on the CPU and in the stored dtype. A context manager; the tensors may outlive it.
+
+    Any number of threads may read at once. Raises AdapterError if a file has changed or vanished since its header was
+    read.
+    """
 
     def __init__(self) -> None:
         self._files: dict[Path, MappedFile] = {}
+        self._opening = Lock()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -92,22 +113,31 @@ class TensorReader:
     ) -> None:
         self._files.clear()
 
-    def open(self, infos: Iterable[TensorInfo]) -> None:
-        """Maps the files of some tensors, so that `read` can be called from several threads."""
-        for file, stamp in {info.file: info.stamp for info in infos}.items():
-            self._map(file, stamp)
-
     def read(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor; do not write to it. Raises AdapterError if the file changed or vanished meanwhile."""
-        mapped = self._files.get(info.file) or self._map(info.file, info.stamp)
-        return mapped.tensor(info)
+        """The tensor; do not write to it."""
+        return self._mapped(info).tensor(info)
 
-    def _map(self, file: Path, stamp: tuple[int, int]) -> MappedFile:
-        try:
-            mapped = self._files[file] = MappedFile(file, stamp)
-        except FileProblem as problem:
-            raise AdapterError(f"{file}: {problem}") from None
-        return mapped
+    def stack(self, infos: Sequence[TensorInfo], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Tensors of one shape and dtype, one behind the other: `[n, …]`, in `out` and its dtype if that is given."""
+        first = infos[0]
+        dtype = stored_dtype(first)
+        stacked = out if out is not None and out.dtype is dtype else torch.empty(len(infos), *first.shape, dtype=dtype)
+        position = 0
+        for _, some in groupby(infos, key=attrgetter("file")):  # one after the other in the same file: one call
+            together = list(some)
+            self._mapped(together[0]).stack(together, stacked[position : position + len(together)])
+            position += len(together)
+        return stacked if out is None or out is stacked else out.copy_(stacked)
+
+    def _mapped(self, info: TensorInfo) -> MappedFile:
+        mapped = self._files.get(info.file)
+        if mapped is not None:
+            return mapped
+        with self._opening:
+            try:
+                return self._files.setdefault(info.file, MappedFile(info.file, info.stamp))
+            except FileProblem as problem:
+                raise AdapterError(f"{info.file}: {problem}") from None
 
 
 def _read_shards(folder: Path) -> dict[str, TensorInfo]:

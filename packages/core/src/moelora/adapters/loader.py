@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from moelora.adapters.base import Adapter, Catalogue, Factors, TargetKind, TargetSummary
@@ -16,15 +16,21 @@ from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_
 from moelora.adapters.layouts.base import Context, Plan
 from moelora.adapters.names import Resolver
 from moelora.adapters.planner import Planned, explain_unmatched, plan_adapter
-from moelora.environment import collector_paused, cpu_count
+from moelora.environment import collector_paused, cpu_count, one_core_threads
 from moelora.errors import AdapterError, choose_from
 
 BaseWeight = Callable[[str], torch.Tensor | None]
 """Gives a parameter or buffer of the base model by its full name, or None."""
 
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+"""Makes a contiguous tensor of a shape, its values left undefined. Any number of threads may call it at once."""
+
 _SHOWN_PROBLEMS = 8
 _MOST_WORKERS = 8
 _PARALLEL_NUMEL = 1 << 24
+_SIGN_BIT = 1 << 15
+_CACHED_NUMEL = 1 << 18
+"""16-bit numbers that stay in a core's cache, and are read from memory once though they are looked at twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,11 @@ def make_context(
     )
 
 
+def pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Ordinary memory."""
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
 def load_adapter(
     path: str | Path,
     *,
@@ -75,6 +86,7 @@ def load_adapter(
     base_weight: BaseWeight | None = None,
     lora_b_layout: str | None = None,
     peft_version: str | None = None,
+    allocate: Allocate = pageable,
 ) -> Adapter:
     """Loads an adapter onto the host in canonical form, in `dtype`, the scale folded into B in fp32 before the cast.
 
@@ -82,11 +94,12 @@ def load_adapter(
     Without it, copies of the right shape are ignored and noted, since they cannot be compared.
     lora_b_layout: overrides the column order of wrapped experts: "rank_major" (PEFT) or "grouped_by_expert".
     peft_version: overrides the version that decides the orientation of wrapped experts if all of them are square.
+    allocate: makes the memory that the values are read into.
 
     Raises AdapterError, its message beginning with `path`, if any tensor or any configured field would be dropped, does
     not fit the model, is not finite, or overflows in `dtype`.
     """
-    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, values=True)
+    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, allocate)
 
 
 def outline_adapter(
@@ -103,7 +116,7 @@ def outline_adapter(
 
     Whole weights are read, since only their values tell a replacement from a copy of the base's.
     """
-    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, values=False)
+    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, None)
 
 
 @collector_paused()
@@ -115,9 +128,9 @@ def _load(
     base_weight: BaseWeight | None,
     lora_b_layout: str | None,
     peft_version: str | None,
-    *,
-    values: bool,
+    allocate: Allocate | None,
 ) -> Adapter:
+    """allocate: None for factors without values."""
     file = read_adapter(path)
     if file.config.refusals:
         raise AdapterError(joined_reasons(file.path, file.config.refusals))
@@ -129,9 +142,8 @@ def _load(
     if problems:
         raise AdapterError(joined_reasons(file.path, problems))
     with TensorReader() as reader:
-        loading = _Loading(file, reader, dtype)
-        make = loading.factors if values else loading.outline
-        reader.open(info for plan in planned.plans for info in plan.sources)
+        loading = _Loading(file, reader, dtype, allocate or pageable)
+        make = loading.outline if allocate is None else loading.factors
         factors = dict(zip((plan.target.name for plan in planned.plans), _map(make, planned.plans), strict=True))
         replacements, notes = _load_wholes(planned, loading, base_weight)
         _follow_tied(replacements, factors, context, file.path)
@@ -147,16 +159,11 @@ def _load(
 
 def _map(make: Callable[[Plan], Factors], plans: Sequence[Plan]) -> list[Factors]:
     """`make` of every plan, by several threads where that is worth it: most of the time is copies."""
-    workers = min(_MOST_WORKERS, cpu_count())
+    workers = min(_MOST_WORKERS, cpu_count(), len(plans))
     if workers < 2 or sum(plan.numel for plan in plans) < _PARALLEL_NUMEL:
         return [make(plan) for plan in plans]
-    threads = torch.get_num_threads()
-    try:
-        # One thread each: operators that were split further would have all of them wait for one another.
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(make, plans))
-    finally:
-        torch.set_num_threads(threads)
+    with one_core_threads(workers) as pool:
+        return list(pool.map(make, plans))
 
 
 def summarise(planned: Planned, dtype: torch.dtype) -> tuple[TargetSummary, ...]:
@@ -194,16 +201,17 @@ def joined_reasons(path: Path, reasons: Sequence[str]) -> str:
 class _Loading:
     """Reads values of one adapter and brings them into the wanted dtype, refusing what does not survive that."""
 
-    def __init__(self, file: AdapterFile, reader: TensorReader, dtype: torch.dtype) -> None:
+    def __init__(self, file: AdapterFile, reader: TensorReader, dtype: torch.dtype, allocate: Allocate) -> None:
         self.path = file.path
         self.reader = reader
         self.dtype = dtype
+        self.allocate = allocate
 
     def factors(self, plan: Plan) -> Factors:
         """Reads what `plan` needs. May be called from several threads at once."""
-        a, b = torch.empty(plan.a_shape, dtype=self.dtype), torch.empty(plan.b_shape, dtype=self.dtype)
-        plan.fill(self.reader.read, a, b)
-        (low_a, high_a), (low_b, high_b) = _extremes(a), _extremes(b)
+        a, b = self.allocate(plan.a_shape, self.dtype), self.allocate(plan.b_shape, self.dtype)
+        plan.fill(self.reader, a, b)
+        (low_a, high_a), (low_b, high_b) = extremes(a), extremes(b)
         if not all(map(math.isfinite, (low_a, high_a, low_b, high_b))):
             raise AdapterError(f"{self.path}: {self._culprit(plan.sources, max(map(abs, plan.scales)))}")
         narrower = torch.finfo(self.dtype).tiny > torch.finfo(torch.float32).tiny
@@ -214,7 +222,7 @@ class _Loading:
     def _check_vanished(self, plan: Plan) -> None:
         """Refuses factors that are all zero only because their dtype has no smaller numbers."""
         wide = torch.empty(plan.a_shape), torch.empty(plan.b_shape)
-        plan.fill(self.reader.read, *wide)
+        plan.fill(self.reader, *wide)
         for factor in wide:
             largest = float(factor.abs().max())
             if largest and not factor.to(self.dtype).any():
@@ -229,7 +237,7 @@ class _Loading:
 
     def whole(self, info: TensorInfo) -> torch.Tensor:
         # A copy, since what the reader returns may be mapped from a file that is overwritten later.
-        tensor = self.reader.read(info).to(self.dtype, copy=True)
+        tensor = self.allocate(info.shape, self.dtype).copy_(self.reader.read(info))
         if not _is_finite(tensor):
             raise AdapterError(f"{self.path}: {self._culprit((info,), 1.0)}")
         return tensor
@@ -301,10 +309,20 @@ def _follow_tied(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return all(map(math.isfinite, _extremes(tensor)))
+    return all(map(math.isfinite, extremes(tensor)))
 
 
-def _extremes(tensor: torch.Tensor) -> tuple[float, float]:
-    """The least and the largest value; NaN if there is any. One pass without a temporary."""
-    low, high = torch.aminmax(tensor)
-    return float(low), float(high)
+def extremes(tensor: torch.Tensor) -> tuple[float, float]:
+    """The least and the largest value, 0 among them; one of them is not finite if any value is not."""
+    if tensor.dtype.itemsize != 2:
+        low, high = torch.aminmax(tensor)  # NaN if there is any
+        return float(low), float(high)
+    # Numbers of one sign are ordered as their bits are, infinity and NaN last; integers are compared far faster.
+    bits = tensor.view(torch.int16).flatten().numpy()
+    positive = negative = 0
+    for i in range(0, len(bits), _CACHED_NUMEL):
+        some = bits[i : i + _CACHED_NUMEL]
+        positive = max(positive, int(some.max()))
+        negative = max(negative, int(some.view(np.uint16).max()) - _SIGN_BIT)
+    low, high = torch.tensor([negative, positive], dtype=torch.int16).view(tensor.dtype).tolist()
+    return -low, high

@@ -35,7 +35,7 @@ class Key(NamedTuple):
 
 _FACTOR = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?(\.weight|\.bias)?")
 # Nearly all names end so, and an adapter may have tens of thousands: they are split without the pattern.
-_USUAL = {".lora_A.weight": Role.A, ".lora_B.weight": Role.B}
+_USUAL = {"A.weight": Role.A, "B.weight": Role.B}
 _UNSUPPORTED = (
     "lora_magnitude_vector", "trainable_tokens_delta", "trainable_tokens_original", "lora_diag", "lora_monteclora",
 )  # fmt: skip
@@ -44,10 +44,10 @@ _UNSUPPORTED = (
 def parse_key(name: str) -> Key:
     """Splits a tensor name of an adapter file into module and role."""
     bare = name.removeprefix(PEFT_PREFIX)
-    for ending, role in _USUAL.items():
-        if bare.endswith(ending) and "lora_velora_embed" not in bare:
-            module = bare[: -len(ending)]
-            return Key(module, role) if module else Key(bare, Role.UNSUPPORTED)
+    module, _, ending = bare.rpartition(".lora_")
+    usual = _USUAL.get(ending)
+    if usual is not None and module and "lora_velora_embed" not in module:
+        return Key(module, usual)
     if "lora_velora_embed" in bare:  # training state, not read by the forward pass
         return Key(bare, Role.IGNORED)
     match = _FACTOR.fullmatch(bare)

@@ -62,21 +62,21 @@ def group_tensors(tensors: Mapping[str, TensorInfo]) -> Groups:
     factors: dict[Role, dict[str, TensorInfo]] = {role: {} for pair in _A_ROLES.items() for role in pair}
     empty = 0
     for name, info in tensors.items():
-        key = parse_key(name)
-        if info.numel == 0:
+        module, role = parse_key(name)
+        if info.nbytes == 0:
             empty += 1
-        elif key.role is Role.UNSUPPORTED:
-            groups.problems.append(f"tensor {name!r} belongs to a kind of adapter that is not supported")
-        elif key.role is Role.IGNORED:
-            groups.notes.append(f"tensor {name!r} is ignored: it only matters in training")
-        elif key.role is Role.PLAIN:
-            groups.plain.append((key.module, info))
-        elif key.role is Role.BASE_COPY:
-            groups.copies.append((key.module, info))
-        else:
-            before = factors[key.role].setdefault(key.module, info)
+        elif role in factors:
+            before = factors[role].setdefault(module, info)
             if before is not info:
                 groups.problems.append(f"tensors {before.name!r} and {name!r} are the same factor")
+        elif role is Role.UNSUPPORTED:
+            groups.problems.append(f"tensor {name!r} belongs to a kind of adapter that is not supported")
+        elif role is Role.IGNORED:
+            groups.notes.append(f"tensor {name!r} is ignored: it only matters in training")
+        elif role is Role.PLAIN:
+            groups.plain.append((module, info))
+        else:
+            groups.copies.append((module, info))
     if empty:
         groups.notes.append(f"{empty} empty w3 placeholders are ignored")
     _pair_up(factors, groups)

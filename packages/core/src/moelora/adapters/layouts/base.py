@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -15,8 +15,15 @@ if TYPE_CHECKING:
     from moelora.adapters.config import AdapterConfig
     from moelora.adapters.names import Resolver
 
-Read = Callable[[TensorInfo], torch.Tensor]
-"""Reads a tensor of the file in its stored dtype; never to be written to."""
+
+class Reader(Protocol):
+    """Reads values of the file. Any number of threads may use it at once."""
+
+    def read(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor in its stored dtype; never to be written to."""
+
+    def stack(self, infos: Sequence[TensorInfo], out: torch.Tensor | None = None) -> torch.Tensor:
+        """Tensors of one shape and dtype, one behind the other: `[n, …]`, in `out` and its dtype if that is given."""
 
 
 class Refused(Exception):  # noqa: N818 - it never leaves the package; the loader turns it into an AdapterError
@@ -55,7 +62,7 @@ class Context:
 class Plan:
     """How one target gets its factors.
 
-    fill(read, a, b) writes A and the scaled B into tensors of `a_shape` and `b_shape` in the dtype that is wanted:
+    fill(reader, a, b) writes A and the scaled B into tensors of `a_shape` and `b_shape` in the dtype that is wanted:
     every element of them, zeros included; `put_scaled` has the scale act in fp32. It may be called from any thread.
     sources: every tensor that `fill` reads. ranks, scales: as configured, without repetition.
     """
@@ -64,7 +71,7 @@ class Plan:
     layout: str
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
-    fill: Callable[[Read, torch.Tensor, torch.Tensor], None]
+    fill: Callable[[Reader, torch.Tensor, torch.Tensor], None]
     sources: tuple[TensorInfo, ...]
     ranks: tuple[int, ...]
     scales: tuple[float, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moelora.adapters.base import Target, TargetKind
-from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused, check_widths, put_scaled, rank_of
+from moelora.adapters.layouts.base import Context, Pair, Plan, Reader, Refused, check_widths, put_scaled, rank_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,9 @@ def plan_dense(pair: Pair, target: Target, context: Context) -> list[Plan]:
     wrapped = context.config.wraps_parameter(f"{pair.module}.weight")
     scale = context.scale(f"{pair.module}.weight" if wrapped else pair.module, rank)
 
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
-        a.copy_(read(pair.a))
-        put_scaled(b, read(pair.b), scale)
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
+        a.copy_(reader.read(pair.a))
+        put_scaled(b, reader.read(pair.b), scale)
 
     plan = Plan(
         target=target,

@@ -10,7 +10,7 @@ from moelora.adapters.layouts.base import (
     Context,
     Pair,
     Plan,
-    Read,
+    Reader,
     Refused,
     check_widths,
     distinct,
@@ -64,9 +64,9 @@ def plan_split(pair: Pair, targets: list[Target], context: Context) -> list[Plan
 
 
 def _plan_rows(pair: Pair, target: Target, rows: slice, rank: int, scale: float) -> Plan:
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
-        a.copy_(read(pair.a))
-        put_scaled(b, read(pair.b)[rows], scale)
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
+        a.copy_(reader.read(pair.a))
+        put_scaled(b, reader.read(pair.b)[rows], scale)
 
     return Plan(
         target=target,
@@ -109,11 +109,11 @@ def plan_joined(target: Target, pairs: Mapping[str, Pair], context: Context) -> 
             pieces.append((pairs[leaf], rows, columns, context.scale(pairs[leaf].module, rank)))
             ranks.append(rank)
 
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
         b.zero_()  # outside the blocks
         for pair, rows, columns, scale in pieces:
-            a[columns] = read(pair.a)
-            put_scaled(b[rows, columns], read(pair.b), scale)
+            a[columns] = reader.read(pair.a)
+            put_scaled(b[rows, columns], reader.read(pair.b), scale)
 
     plan = Plan(
         target=target,

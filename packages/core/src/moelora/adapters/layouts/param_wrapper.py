@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moelora.adapters.base import Target
-from moelora.adapters.layouts.base import Context, Pair, Plan, Read, Refused, put_scaled
+from moelora.adapters.layouts.base import Context, Pair, Plan, Reader, Refused, put_scaled
 
 if TYPE_CHECKING:
     import torch
@@ -145,9 +145,9 @@ def _plan(one: Wrapped, swapped: bool, context: Context) -> Plan:
     # Stored [E, out, in]: swapped puts A on the input. Stored [E, in, out]: positional does.
     a_on_input = swapped != target.transposed
 
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
-        first = read(pair.a).reshape(experts, rank, -1)
-        second = read(pair.b)
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
+        first = reader.read(pair.a).reshape(experts, rank, -1)
+        second = reader.read(pair.b)
         if grouped:
             second = second.reshape(-1, experts, rank).permute(1, 0, 2)
         else:

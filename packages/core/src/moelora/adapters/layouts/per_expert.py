@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +13,7 @@ from moelora.adapters.layouts.base import (
     Context,
     Pair,
     Plan,
-    Read,
+    Reader,
     Refused,
     check_widths,
     distinct,
@@ -25,33 +25,38 @@ from moelora.adapters.layouts.base import (
     rank_of,
 )
 from moelora.adapters.names import ExpertName
+from moelora.safetensors_file import TensorInfo
 
 # Where the ranks of a part begin in a fused parameter: gate and up have factors of their own, side by side.
 _ORDER = ("gate", "up", "gate_up", "down")
 
-
-class _Piece(NamedTuple):
-    """The pair of one expert's projection, and what is known of it."""
-
-    pair: Pair
-    expert: int
-    part: str
-    rank: int
-    scale: float
+Members = Sequence[tuple[ExpertName, Pair]]
+"""The pairs of one experts module, in the order of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A projection ("gate", "up", "gate_up" or "down") of an experts module: its parameter, and the rows it fills."""
 
+    name: str
     target: Target
     rows: slice
     height: int
 
 
-def plan_per_expert(
-    path: str, members: Sequence[tuple[ExpertName, Pair]], targets: Sequence[Target], context: Context
-) -> list[Plan]:
+@dataclass(slots=True)
+class _Stack:
+    """Pairs of one part that differ in nothing but the expert, so that they are read together: nearly always all."""
+
+    part: _Part
+    rank: int
+    scale: float
+    experts: list[int] = field(default_factory=list)
+    a: list[TensorInfo] = field(default_factory=list)
+    b: list[TensorInfo] = field(default_factory=list)
+
+
+def plan_per_expert(path: str, members: Members, targets: Sequence[Target], context: Context) -> list[Plan]:
     """Plans the 3-D parameters of one experts module from the pairs of its experts.
 
     A fused gate-and-up parameter gets rank r_gate + r_up: A stacked, B block-diagonal over gate rows and up rows.
@@ -59,7 +64,8 @@ def plan_per_expert(
     Raises Refused if a pair does not fit.
     """
     parts: dict[str, _Part] = {}
-    pieces: dict[str, list[_Piece]] = {}
+    ranks: dict[tuple[object, ...], int] = {}  # by part and shapes: what decides whether a pair fits
+    stacks: dict[tuple[object, ...], _Stack] = {}
     layout = "P"
     for name, pair in members:
         part = parts.get(name.part) or parts.setdefault(name.part, _find_part(name.part, pair, targets))
@@ -73,55 +79,52 @@ def plan_per_expert(
             layout = "G"
         elif name.part == "gate_up" and target.interleaved:
             raise Refused(f"{pair.module}: the row order of a fused gate_up_proj per expert is not known here")
-        rank = rank_of(pair)
-        check_widths(pair, target, target.in_features, part.height)
-        piece = _Piece(pair, name.expert, name.part, rank, context.scale(pair.module, rank))
-        pieces.setdefault(target.name, []).append(piece)
-    by_name = {part.target.name: part.target for part in parts.values()}
-    return [_plan_target(by_name[name], found, parts, layout) for name, found in pieces.items()]
+        shapes = (name.part, pair.a.shape, pair.b.shape)
+        rank = ranks.get(shapes)
+        if rank is None:
+            rank = ranks[shapes] = rank_of(pair)
+            check_widths(pair, target, target.in_features, part.height)
+        scale = context.scale(pair.module, rank)
+        alike = (name.part, rank, scale, pair.a.dtype, pair.b.dtype)
+        stack = stacks.get(alike) or stacks.setdefault(alike, _Stack(part, rank, scale))
+        stack.experts.append(name.expert)
+        stack.a.append(pair.a)
+        stack.b.append(pair.b)
+    by_target: dict[str, list[_Stack]] = defaultdict(list)
+    for stack in stacks.values():
+        by_target[stack.part.target.name].append(stack)
+    return [_plan_target(found[0].part.target, found, members, parts, layout) for found in by_target.values()]
 
 
-def _find_part(part: str, pair: Pair, targets: Sequence[Target]) -> _Part:
-    target = part_target(targets, part)
+def _find_part(name: str, pair: Pair, targets: Sequence[Target]) -> _Part:
+    target = part_target(targets, name)
     if target is None:
-        raise Refused(f"{pair.module}: the experts of the base model have no {part} projection")
-    rows = part_rows(target, part)
-    return _Part(target, rows, num_rows(rows))
+        raise Refused(f"{pair.module}: the experts of the base model have no {name} projection")
+    rows = part_rows(target, name)
+    return _Part(name, target, rows, num_rows(rows))
 
 
-def _plan_target(target: Target, pieces: Sequence[_Piece], parts: Mapping[str, _Part], layout: str) -> Plan:
-    seen: dict[tuple[int, str], str] = {}
+def _plan_target(
+    target: Target, stacks: Sequence[_Stack], members: Members, parts: Mapping[str, _Part], layout: str
+) -> Plan:
+    its_own = [(name, pair) for name, pair in members if parts[name.part].target is target]
+    _check_once(target, its_own)
     widths: dict[str, int] = {}
-    for piece in pieces:
-        before = seen.setdefault((piece.expert, piece.part), piece.pair.module)
-        if before != piece.pair.module or ("gate_up" in widths and piece.part in ("gate", "up")):
-            raise Refused(f"{piece.pair.module}: its expert projection is given twice (also as {before})")
-        widths[piece.part] = max(widths.get(piece.part, 0), piece.rank)
-    if "gate_up" in widths and len(widths) > 1:
-        raise Refused(f"{target.name}: given both as a fused gate_up projection and as gate or up")
+    for stack in stacks:
+        widths[stack.part.name] = max(widths.get(stack.part.name, 0), stack.rank)
     starts = _starts(widths)
     rank = sum(widths.values())
+    covers_a = sum(len(stack.experts) * stack.rank for stack in stacks) == target.num_experts * rank
+    covers_b = covers_a and stacks[0].part.height == target.out_features
 
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
-        groups = _alike(pieces)
-        covered = sum(len(group) * group[0].rank for group in groups) == target.num_experts * rank
-        if not covered:
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
+        if not covers_a:
             a.zero_()
-        if not covered or parts[pieces[0].part].height < target.out_features:
+        if not covers_b:
             b.zero_()  # outside the blocks
-        for group in groups:
-            first = group[0]
-            columns = slice(starts[first.part], starts[first.part] + first.rank)
-            some = len(group) < target.num_experts
-            experts = torch.tensor([piece.expert for piece in group]) if some else None
-            rows = parts[first.part].rows
-            of_a, of_b = [read(piece.pair.a) for piece in group], [read(piece.pair.b) for piece in group]
-            if experts is None:
-                torch.stack(of_a, out=a[:, columns])
-                put_scaled(b[:, rows, columns], torch.stack(of_b), first.scale)
-            else:
-                a[experts, columns] = torch.stack(of_a).to(a.dtype)
-                b[experts, rows, columns] = (torch.stack(of_b).float() * first.scale).to(b.dtype)
+        for stack in stacks:
+            columns = slice(starts[stack.part.name], starts[stack.part.name] + stack.rank)
+            _fill_block(reader, stack, a[:, columns], b[:, stack.part.rows, columns])
 
     return Plan(
         target=target,
@@ -129,19 +132,39 @@ def _plan_target(target: Target, pieces: Sequence[_Piece], parts: Mapping[str, _
         a_shape=(target.num_experts, rank, target.in_features),
         b_shape=(target.num_experts, target.out_features, rank),
         fill=fill,
-        sources=tuple(info for piece in pieces for info in (piece.pair.a, piece.pair.b)),
-        ranks=distinct_ranks(piece.rank for piece in pieces),
-        scales=distinct(piece.scale for piece in pieces),
+        sources=tuple(info for _, pair in its_own for info in (pair.a, pair.b)),
+        ranks=distinct_ranks(stack.rank for stack in stacks),
+        scales=distinct(stack.scale for stack in stacks),
     )
 
 
-def _alike(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
-    """Pieces that can be stacked, in the order of their experts: nearly always all of one projection."""
-    groups: dict[tuple[object, ...], list[_Piece]] = {}
-    for piece in sorted(pieces, key=lambda one: one.expert):
-        key = (piece.part, piece.rank, piece.scale, piece.pair.a.dtype, piece.pair.b.dtype)
-        groups.setdefault(key, []).append(piece)
-    return list(groups.values())
+def _check_once(target: Target, members: Members) -> None:
+    """Raises Refused where a projection of an expert is given twice, by two spellings or fused and apart."""
+    given = {(name.part, name.expert) for name, _ in members}
+    fused = "gate_up" in {part for part, _ in given}
+    if len(given) == len(members) and not (fused and len({part for part, _ in given}) > 1):
+        return
+    seen: dict[tuple[int, str], str] = {}
+    fused = False
+    for name, pair in members:
+        before = seen.setdefault((name.expert, name.part), pair.module)
+        if before != pair.module or (fused and name.part in ("gate", "up")):
+            raise Refused(f"{pair.module}: its expert projection is given twice (also as {before})")
+        fused = fused or name.part == "gate_up"
+    if fused and len({part for part, _ in given}) > 1:
+        raise Refused(f"{target.name}: given both as a fused gate_up projection and as gate or up")
+
+
+def _fill_block(reader: Reader, stack: _Stack, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Writes a stack to its ranks and rows of all experts: a `[E, r, in]`, b `[E, height, r]`."""
+    experts, of_a, of_b = zip(*sorted(zip(stack.experts, stack.a, stack.b, strict=True)), strict=True)
+    if len(experts) == len(a):
+        reader.stack(of_a, a)
+        put_scaled(b, reader.stack(of_b), stack.scale)
+    else:
+        some = torch.tensor(experts)
+        a[some] = reader.stack(of_a).to(a.dtype)
+        b[some] = (reader.stack(of_b).float() * stack.scale).to(b.dtype)
 
 
 def _starts(widths: Mapping[str, int]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from moelora.adapters.layouts.base import (
     Context,
     Pair,
     Plan,
-    Read,
+    Reader,
     Refused,
     check_widths,
     distinct,
@@ -72,13 +72,13 @@ def _plan_target(target: Target, pieces: Sequence[_Piece]) -> Plan:
     experts_a = max(piece.pair.a.shape[0] for piece in ordered)
     experts_b = max(piece.pair.b.shape[0] for piece in ordered)
 
-    def fill(read: Read, a: torch.Tensor, b: torch.Tensor) -> None:
+    def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
         b.zero_()  # outside the blocks
         start = 0
         for piece in ordered:
             columns = slice(start, start + piece.rank)
-            a[:, columns] = read(piece.pair.a)
-            put_scaled(b[:, part_rows(target, piece.part), columns], read(piece.pair.b), piece.scale)
+            a[:, columns] = reader.read(piece.pair.a)
+            put_scaled(b[:, part_rows(target, piece.part), columns], reader.read(piece.pair.b), piece.scale)
             start += piece.rank
 
     shared = any(1 in (piece.pair.a.shape[0], piece.pair.b.shape[0]) for piece in ordered)
