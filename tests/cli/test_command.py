@@ -113,6 +113,7 @@ OPTIONS = {
         "--backend",
         "--graph",
         "--peer",
+        "--without-base",
         "--repeat",
         "--attention",
         "--batch-invariant",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -55,6 +56,7 @@ _QUICK_REPEAT = 2
     show_default=True,
     help="Random adapters on q, k, v, o and all experts; prompt i is under number i mod (N + 1), 0: base; repeatable.",
 )
+@click.option("--without-base", is_flag=True, help="Prompt i is under adapter i mod N, none under the base.")
 @click.option(
     "--rank", "ranks", multiple=True, type=POSITIVE, default=(16,), show_default=True, help="Their rank; repeatable."
 )
@@ -157,7 +159,9 @@ def _bench_options(options: dict[str, Any]) -> BenchOptions:
     chosen = [find_workload(name) for name in options["workloads"]] or list(WORKLOADS.values())
     return BenchOptions(
         workloads=tuple(
-            one.scaled(prompts=options["scale"] * (_QUICK if quick else 1), tokens=min(options["scale"], 1.0))
+            replace(one, base=not options["without_base"]).scaled(
+                prompts=options["scale"] * (_QUICK if quick else 1), tokens=min(options["scale"], 1.0)
+            )
             for one in chosen
         ),
         tasks=tuple(Task(name) for name in options["tasks"]) or tuple(Task),

@@ -21,12 +21,13 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """`prompts` prompts of `shortest` to `longest` tokens, lengths drawn evenly."""
+    """`prompts` prompts of `shortest` to `longest` tokens, lengths drawn evenly. base: a share of them is under it."""
 
     name: str
     prompts: int
     shortest: int
     longest: int
+    base: bool = True
 
     @property
     def text(self) -> str:
@@ -41,6 +42,7 @@ class Workload:
             prompts=max(round(self.prompts * prompts), 1),
             shortest=max(round(self.shortest * tokens), 2),
             longest=max(round(self.longest * tokens), 2),
+            base=self.base,
         )
 
     def lengths(self) -> list[int]:
@@ -51,10 +53,10 @@ class Workload:
     def requests(self, task: Task, *, vocab_size: int, adapters: list[str]) -> list[Request]:
         """The prompts as requests. Request i is under adapter i mod (n + 1): the base first, then `adapters`.
 
-        A single prompt is under the first adapter, since it would else be a base run.
+        Without `base` under number i mod n. A single prompt is under the first adapter: it would else be a base run.
         """
         draw = random.Random(_SEED + 1)
-        names = [BASE_ADAPTER, *adapters] if self.prompts > 1 or not adapters else adapters
+        names = [BASE_ADAPTER, *adapters] if (self.base and self.prompts > 1) or not adapters else adapters
         return [
             Request(
                 token_ids=draw.choices(range(vocab_size), k=length),

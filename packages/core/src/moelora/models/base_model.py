@@ -308,10 +308,18 @@ def _load_weights(
 def _random_model(
     source: BaseSource, config: Any, device: torch.device, dtype: torch.dtype, plugged: dict[str, Any]
 ) -> torch.nn.Module:
-    """Random weights of the right shapes, made on the device itself."""
+    """Random weights of the right shapes, made on the device itself.
+
+    Embeddings of unit variance, not of the config's: a token then keeps a direction of its own through all layers, and
+    routers spread tokens as trained ones do. With small ones all tokens end up alike and choose the same few experts.
+    """
     try:
         with device, _Quiet():
-            return source.model_class._from_config(config, dtype=dtype, **plugged)
+            model: torch.nn.Module = source.model_class._from_config(config, dtype=dtype, **plugged)
+            embeddings = model.get_input_embeddings()  # type: ignore[operator]
+            if isinstance(embeddings, torch.nn.Embedding):
+                torch.nn.init.normal_(embeddings.weight)
+            return model
     except Exception as error:
         _refuse_for_memory(error, source, device, dtype)
         raise CheckpointError(f"no model can be made from this config: {_first_line(error)}") from error
