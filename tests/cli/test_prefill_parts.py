@@ -54,6 +54,27 @@ def test_a_killed_run_goes_on_to_the_same_file(command: Command):
     assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
 
 
+@pytest.mark.parametrize("more", [(), ("--devices", "cpu:2")], ids=["alone", "workers"])
+def test_a_run_killed_before_its_first_part_keeps_nothing_from_another(command: Command, more: tuple[str, ...]):
+    many_rows(command, 100)
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output, "--quiet", *more]
+    manifest = command.folder / "out.jsonl.parts" / "manifest.json"
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.5"}
+    with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=subprocess.DEVNULL, env=slow) as process:
+        deadline = time.monotonic() + 60
+        while not manifest.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        left = workers_of(process)
+        process.kill()
+    while any(Path(f"/proc/{worker}").exists() for worker in left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert manifest.exists()
+    done = run(*arguments, "--adapters", "A=/a", cwd=command.folder, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert {row["adapter"] for row in command.rows} == {"A"}
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+
+
 def interrupted(command: Command, *arguments: Any) -> None:
     """Leaves one finished part, of 4,096 rows and as many lines, of 5,000: the engine breaks in the second."""
     many_rows(command, 5_000)

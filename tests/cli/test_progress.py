@@ -49,6 +49,20 @@ def test_workers_tell_what_they_have_scored_since_when(clock: list[float], tmp_p
     assert read_workers(tmp_path) == (103.0, JobStats(output_rows=40, error_rows=6, tokens=823))
 
 
+def test_of_a_dead_worker_only_its_parts_count(clock: list[float], tmp_path: Path, monkeypatch):
+    for process in (11, 12):
+        monkeypatch.setattr(module.os, "getpid", lambda process=process: process)
+        worker = WorkerProgress(tmp_path)
+        worker.begin()
+        worker.part_written(JobStats(output_rows=20, tokens=200), JobStats(output_rows=5, tokens=50))
+        assert read_workers(tmp_path)[1].output_rows >= 15, "at once"
+        clock[0] += 60
+        worker.counts(JobStats(output_rows=29, tokens=290), JobStats(output_rows=5, tokens=50))
+    assert read_workers(tmp_path)[1] == JobStats(output_rows=48, tokens=480)
+    assert read_workers(tmp_path, dead={11})[1] == JobStats(output_rows=39, tokens=390)
+    assert read_workers(tmp_path, dead={11, 12})[1] == JobStats(output_rows=30, tokens=300)
+
+
 def test_quiet_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]):
     with Progress(quiet=True) as progress:
         progress.begin()

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_killed_at_200_random_moments_a_run_goes_on_to_the_same_bytes(whole, tmp
 @pytest.mark.parametrize("shards", [1, 2, 4, 7])
 def test_shards_merge_to_the_single_run(whole, tmp_path, shards):
     for shard in reversed(range(shards)):
-        with pytest.raises(ConfigError, match=r"not finished yet|manifest"):
+        with pytest.raises(ConfigError, match=r"not finished: \d/\d|manifest"):
             list(merge_lines(tmp_path))
         run(tmp_path, CountingEngine(), shard=shard, shards=shards)
     assert b"".join(merge_lines(tmp_path)) == whole[0]
@@ -191,6 +192,57 @@ def test_a_changed_run_is_refused_by_name_unless_overwritten(tmp_path):
         assert store.finished() > 0, "nothing is lost before the run begins"
         store.begin(later)
         assert store.finished() == 0
+
+
+def left_by_a_kill(folder, **options):
+    """What lies there of a run that was killed before its first part."""
+    with PartStore(folder / "x", **options) as store:
+        store.begin(PRINT)
+        store.agree("eager-buckets", [1])
+        shutil.copytree(folder / "x", folder / "killed")
+    return folder / "killed"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("later", [{**PRINT, "adapter A": "other"}, {"input": "b"}])
+def test_a_run_that_finished_nothing_is_forgotten(tmp_path, shards, later):
+    folder = left_by_a_kill(tmp_path, shards=shards)
+    with PartStore(folder, shards=shards) as store:
+        store.check(later)
+        store.begin(later)
+        assert store.agree("eager-buckets", [2]) == [2], "what that run measured is forgotten too"
+
+
+def test_a_run_that_finished_nothing_is_not_forgotten_by_a_worker_or_beside_another_shard(tmp_path):
+    folder = left_by_a_kill(tmp_path, shards=2)
+    later = {**PRINT, "option top_k": "3"}
+    with PartStore(folder, shard=0, shards=2), PartStore(folder, shard=1, shards=2) as second:
+        for ask in (second.check, second.begin):
+            with pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):
+                ask(later)
+    alone = left_by_a_kill(tmp_path / "alone")
+    with PartStore(alone, worker=True) as worker, pytest.raises(ConfigError, match=r"option top_k \(0 before, 3 now\)"):
+        worker.begin(later)
+    (folder / "end-1-of-2.json").write_text('{"windows": 1}')
+    with PartStore(folder, shards=2) as store, pytest.raises(ConfigError, match="option top_k"):
+        store.check(later)
+
+
+def test_a_part_that_a_worker_of_another_run_left_is_scored_again(whole, tmp_path):
+    """It outlived its parent, which was killed, and wrote into the folder of the run that came next."""
+    late = PartStore(tmp_path, worker=True)
+    late.begin({**PRINT, "option top_k": "3"})
+    with begun(tmp_path, overwrite=True):
+        late.write_part(1, JobStats(rows=9), [b"{}\n"])
+    run(tmp_path, CountingEngine())
+    assert (b"".join(merge_lines(tmp_path)), counts(run.stats)) == whole
+    with PartStore(tmp_path) as store:
+        finished = store.finished()
+        late.write_part(1, JobStats(rows=9), [b"{}\n"])
+        with pytest.raises(ConfigError, match="damaged"):
+            list(merge_lines(tmp_path))
+        assert store.finished_stats().rows < whole[1]["rows"], "before the run has begun"
+        assert store.finished() == finished - 1
 
 
 def test_what_is_not_known_yet_is_not_missed(tmp_path):

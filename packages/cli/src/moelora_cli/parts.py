@@ -71,7 +71,8 @@ def score_in_parts(
     if store.finished() and not worker:
         progress.note(going_on(store))
     try:
-        run_into_parts(job, read, window_requests(len(engine.adapter_names), engine.slots), store)
+        size = window_requests(len(engine.adapter_names), engine.slots)
+        run_into_parts(job, read, size, store, on_part=progress.part_written)
     except BaseException:
         if store.finished() and not worker:
             progress.say(parts_are_safe(store))

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,9 @@ class Progress:
         else:
             self.say(text)
 
+    def part_written(self, stats: JobStats, earlier: JobStats) -> None:
+        """What was counted until now will stand, whatever becomes of this process."""
+
     def say(self, text: str) -> None:
         """One line on stderr, whatever its content."""
         self.console.print(self._safe(text), markup=False)
@@ -101,11 +105,12 @@ class WorkerProgress(Progress):
     def __init__(self, folder: Path) -> None:
         super().__init__(quiet=True)
         self._path = folder / f"counts-{os.getpid()}.json"
+        self._written: dict[str, int] = {}
 
     def begin(self, since: float | None = None) -> None:
         """Scoring starts, with nothing scored."""
         super().begin(since)
-        self._write(0, 0, 0)
+        self._tell({})
 
     def counts(self, stats: JobStats, earlier: JobStats) -> None:
         """The numbers so far, without those of parts that were there or that others have made."""
@@ -113,23 +118,29 @@ class WorkerProgress(Progress):
         if now - self._last < _SECONDS_BETWEEN_FILES:
             return
         self._last = now
-        self._write(
-            stats.output_rows - earlier.output_rows,
-            stats.error_rows - earlier.error_rows,
-            stats.tokens - earlier.tokens,
-        )
+        self._tell(_own_counts(stats, earlier))
 
-    def _write(self, output_rows: int, error_rows: int, tokens: int) -> None:
-        counts = {"output_rows": output_rows, "error_rows": error_rows, "tokens": tokens}
+    def part_written(self, stats: JobStats, earlier: JobStats) -> None:
+        """What was counted until now is told at once."""
+        self._written = _own_counts(stats, earlier)
+        self._tell(self._written)
+
+    def _tell(self, counts: dict[str, int]) -> None:
         draft = self._path.with_suffix(".tmp")
-        draft.write_text(json.dumps({"began": self._start, "counts": counts}))
+        draft.write_text(json.dumps({"began": self._start, "counts": counts, "written": self._written}))
         os.replace(draft, self._path)  # its parent reads at any time
 
 
-def read_workers(folder: Path) -> tuple[float | None, JobStats]:
+def _own_counts(stats: JobStats, earlier: JobStats) -> dict[str, int]:
+    """What this process has scored itself."""
+    names = ("output_rows", "error_rows", "tokens")
+    return {name: getattr(stats, name) - getattr(earlier, name) for name in names}
+
+
+def read_workers(folder: Path, dead: Collection[int] = ()) -> tuple[float | None, JobStats]:
     """When the first worker began to score, of `time.monotonic`, None if none has; and what all have scored.
 
-    What a worker had scored of the window in which it died counts twice, once another has scored it again.
+    dead: numbers of processes that died. Of theirs only the parts count: another scores the rest again.
     """
     from moelora.jobs.stats import JobStats
 
@@ -137,5 +148,6 @@ def read_workers(folder: Path) -> tuple[float | None, JobStats]:
     for path in folder.glob("counts-*.json"):
         told = json.loads(path.read_bytes())
         began = told["began"] if began is None else min(began, told["began"])
-        total.add(JobStats(**told["counts"]))
+        died = int(path.stem.removeprefix("counts-")) in dead
+        total.add(JobStats(**told["written" if died else "counts"]))
     return began, total

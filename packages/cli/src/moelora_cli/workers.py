@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         try:
             write_output(folder, output)
         except ConfigError as error:
-            reason = f"no worker is left, and the run is not finished ({error}); the same command goes on from there"
+            reason = f"no worker is left ({error}); the same command goes on from there"
             raise JobFailedError from ConfigError(reason)
         stats = stats_of(folder)
         reports = [json.loads(path.read_bytes()) for path in sorted(Path(private).glob("report-*.json"))]
@@ -136,9 +137,9 @@ class _Shown:
         self._folder, self._earlier, self._progress = folder, earlier, progress
         self._begun = False
 
-    def update(self) -> None:
-        """Shows what has been scored by now."""
-        began, total = read_workers(self._folder)
+    def update(self, dead: Collection[int]) -> None:
+        """Shows what has been scored by now. dead: numbers of workers that died."""
+        began, total = read_workers(self._folder, dead)
         if began is None:
             return
         if not self._begun:
@@ -189,6 +190,7 @@ def _wait(workers: list[_Worker], progress: Progress, shown: _Shown) -> None:
     """
     running = list(workers)
     refused: list[str] = []
+    dead: set[int] = set()
     asked = False
 
     def stop() -> bool:
@@ -202,7 +204,7 @@ def _wait(workers: list[_Worker], progress: Progress, shown: _Shown) -> None:
         with interrupts(stop, progress.say):
             while running:
                 time.sleep(_POLL_SECONDS)
-                shown.update()
+                shown.update(dead)
                 for worker in list(running):
                     code = worker.process.poll()
                     if code is None:
@@ -211,7 +213,9 @@ def _wait(workers: list[_Worker], progress: Progress, shown: _Shown) -> None:
                     said = worker.said()
                     if code == EXIT_REFUSED:
                         refused.append(said.splitlines()[-1].removeprefix("error: ") if said else worker.name)
-                    elif code not in _WORKED and not asked:
+                    elif code not in _WORKED:
+                        dead.add(worker.process.pid)
+                    if code not in (*_WORKED, EXIT_REFUSED) and not asked:
                         others = f"{len(running)} others go on" if len(running) > 1 else "1 other goes on"
                         left = f"{others} with its work" if running else "none is left"
                         progress.say(f"{worker.name} died (exit {code}); {left}. {said[-500:]}".strip())

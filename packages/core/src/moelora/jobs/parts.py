@@ -22,6 +22,7 @@ from moelora.errors import ConfigError
 from moelora.jobs.fingerprint import changed
 from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import AtomicFile
+from moelora.wording import counted
 
 RUN_LOCK = "lock-run"
 """Held by whoever runs the whole of an output, alone or with workers; shards hold one lock each."""
@@ -66,6 +67,7 @@ class PartStore:
         self._overwrite = overwrite
         self._worker = worker
         self._sound: set[int] = set()
+        self._run = ""
         self._locks: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if not worker:  # whoever started the workers holds the folder
@@ -74,14 +76,16 @@ class PartStore:
     def check(self, fingerprint: Mapping[str, str]) -> None:
         """Raises `ConfigError`, naming what changed, if the parts here are of a run that differs in any of these facts.
 
-        Facts that are not known yet may be left out. With `overwrite` nothing is wrong.
+        Facts that are not known yet may be left out. With `overwrite` nothing is wrong. A run that was killed before
+        it had finished anything is forgotten: there is nothing to keep.
         """
-        before = _read_json(self.folder / _MANIFEST)
-        if before is None or self._overwrite:
-            return
-        known = before.get("fingerprint", {})
-        gone = {name: value for name, value in known.items() if name in fingerprint or name.startswith("adapter ")}
-        self._refuse(before, changed(gone, fingerprint))
+        with hold_folder(self.folder, _MANIFEST_LOCK, wait=True):
+            before = _read_json(self.folder / _MANIFEST)
+            if before is None or self._overwrite:
+                return
+            known = before.get("fingerprint", {})
+            gone = {name: value for name, value in known.items() if name in fingerprint or name.startswith("adapter ")}
+            self._refuse(before, changed(gone, fingerprint))
 
     def begin(self, fingerprint: Mapping[str, str]) -> None:
         """Makes the folder that of the run with this fingerprint.
@@ -90,6 +94,7 @@ class PartStore:
         `ConfigError` without it, or while other shards of that run are at work.
         """
         known = {"fingerprint": dict(fingerprint), "shards": self._shards}
+        self._run = _run_name(known)
         with hold_folder(self.folder, _MANIFEST_LOCK, wait=True):
             before = _read_json(self.folder / _MANIFEST)
             if before is not None and not self._overwrite:
@@ -107,11 +112,22 @@ class PartStore:
     def _refuse(self, before: dict[str, Any], differences: list[str]) -> None:
         if before.get("shards") != self._shards:
             differences = [*differences, f"shards ({before.get('shards')} before, {self._shards} now)"]
-        if differences:
+        if differences and not self._forget():
             raise ConfigError(
                 f"{self.folder} holds parts of another run; changed since: {', '.join(differences)}. "
                 "Give --overwrite to begin anew"
             )
+
+    def _forget(self) -> bool:
+        """Removes what is here of a run that has finished nothing and that nobody is at work on; False if it has."""
+        if self._worker or any(_PART.fullmatch(p.name) or _END.fullmatch(p.name) for p in self.folder.iterdir()):
+            return False
+        try:
+            self._refuse_other_shards()
+        except ConfigError:
+            return False
+        clear_parts(self.folder)
+        return True
 
     def _refuse_other_shards(self) -> None:
         """Raises `ConfigError` if a shard is at work here whose parts would be taken from it."""
@@ -149,12 +165,13 @@ class PartStore:
             yield True
 
     def has(self, window: int) -> bool:
-        """Whether the part of a window is finished, and whole. One that is not whole is removed."""
+        """Whether the part of a window is finished, whole, and of this run. One that is not is removed."""
         path = self._path(window)
         if window in self._sound:
             return True
         try:
-            for _ in _part_lines(path):
+            run = self._run or _run_name(_read_json(self.folder / _MANIFEST) or {})
+            for _ in _part_lines(path, run):
                 pass
         except FileNotFoundError:
             return False
@@ -166,7 +183,7 @@ class PartStore:
 
     def write_part(self, window: int, stats: JobStats, lines: Sequence[bytes]) -> None:
         """Writes the part of `window`: a line with what was counted and what the rest must be, then the lines."""
-        header = {"window": window, "stats": stats.to_json(), **_body_facts(lines)}
+        header = {"window": window, "run": self._run, "stats": stats.to_json(), **_body_facts(lines)}
         # The disk is not waited for: what a power cut leaves of a part is seen by its header, and scored again.
         with AtomicFile(self._path(window), lasting=False) as file:
             file.write(json.dumps(header).encode() + b"\n")
@@ -284,13 +301,21 @@ def _body_facts(lines: Iterable[bytes]) -> dict[str, int]:
     return {"bytes": size, "crc32": check}
 
 
-def _part_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a part behind its header. Raises `DamagedPartError`, at their end, if they are not as written."""
+def _run_name(manifest: Mapping[str, Any]) -> str:
+    """What parts call their run: a worker whose parent was killed may outlive it, and leave its part to the next."""
+    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+
+
+def _part_lines(path: Path, run: str) -> Iterator[bytes]:
+    """The lines of a part behind its header.
+
+    Raises `DamagedPartError`, at their end, if they are not as written, or not by the run of that name.
+    """
     size = check = 0
     with path.open("rb") as file:
         try:
             header = json.loads(file.readline())
-            expected = (header["bytes"], header["crc32"])
+            expected = (header["bytes"], header["crc32"]) if header["run"] == run else (-1, -1)
         except (ValueError, TypeError, KeyError):
             expected = (-1, -1)
         for line in file:
@@ -309,8 +334,10 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
     shards = int(manifest.get("shards", 1))
     ends = {int(m[1]): _read_json(folder / m[0]) for p in folder.iterdir() if (m := _END.fullmatch(p.name))}
     missing = [f"{i}/{shards}" for i in range(shards) if i not in ends]
+    if missing and shards == 1:
+        raise ConfigError(f"{folder}: the run is not finished; it has {counted(count_parts(folder), 'part')} so far")
     if missing:
-        raise ConfigError(f"{folder}: not finished yet: shard {', '.join(missing)}")
+        raise ConfigError(f"{folder}: {counted(len(missing), 'shard')} of {shards} not finished: {', '.join(missing)}")
     windows = {end["windows"] for end in ends.values() if end}
     if len(windows) != 1:
         raise ConfigError(f"{folder}: the shards disagree about the length of the input ({sorted(windows)} windows)")
@@ -319,12 +346,12 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
     absent = sorted(set(range(count)) - held)
     if absent:
         raise ConfigError(f"{folder}: part {absent[0]} of {count} is missing")
-    return _all_lines(folder, count)
+    return _all_lines(folder, count, _run_name(manifest))
 
 
-def _all_lines(folder: Path, count: int) -> Iterator[bytes]:
+def _all_lines(folder: Path, count: int, run: str) -> Iterator[bytes]:
     for window in range(count):
-        yield from _part_lines(folder / f"part-{window:08}.jsonl")
+        yield from _part_lines(folder / f"part-{window:08}.jsonl", run)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

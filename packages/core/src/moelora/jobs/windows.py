@@ -13,6 +13,7 @@ from typing import Any
 from moelora.jobs.parts import PartStore
 from moelora.jobs.rows import Row
 from moelora.jobs.run import PrefillJob
+from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import RowSink
 
 _REQUESTS = 4096
@@ -47,11 +48,18 @@ def windows(rows: Iterable[Row], size: int, requests_of: Callable[[Row], int]) -
         yield number, window
 
 
-def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int, store: PartStore) -> int:
+def run_into_parts(
+    job: PrefillJob,
+    read: Callable[[], Iterable[Row]],
+    size: int,
+    store: PartStore,
+    on_part: Callable[[JobStats, JobStats], None] = lambda stats, earlier: None,
+) -> int:
     """Scores every window of `size` requests of this shard that has no part yet. Returns how many the input has.
 
     `read` gives the rows from the first on. The counts of parts that were there already are added to `job.stats`. A
-    worker passes over windows that others have claimed, and comes back for those whose worker died.
+    worker passes over windows that others have claimed, and comes back for those whose worker died. `on_part` gets
+    `job.stats` and `job.earlier` behind every part that this process has written.
     """
     seen: set[int] = set()
     while True:
@@ -65,6 +73,7 @@ def run_into_parts(job: PrefillJob, read: Callable[[], Iterable[Row]], size: int
                     job.take_over(store.stats(number))
                 elif may_score:
                     _score_window(job, number, window, store)
+                    on_part(job.stats, job.earlier)
                 else:
                     claimed += 1
                     continue
