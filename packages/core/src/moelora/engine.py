@@ -368,18 +368,19 @@ class PrefillEngine:
             else:
                 sources[name] = Path(one)
         dtype = resolve_dtype(self.options.dtype, source.config, self._device)
+        catalogue, lora_b_layout = self._catalogue, self.options.lora_b_layout
         budget = self.options.host_bytes
         if budget is None and (free := free_host_memory()) is not None:
             budget = free // 2
 
-        def load(name: str, path: Path) -> Adapter:
+        def load(name: str, path: Path) -> Adapter:  # outlives this call, and must not hold the engine
             return load_adapter(
                 path,
                 name=name,
-                catalogue=self._catalogue,
+                catalogue=catalogue,
                 dtype=dtype,
                 base_weight=source.stored_tensor,
-                lora_b_layout=self.options.lora_b_layout,
+                lora_b_layout=lora_b_layout,
             )
 
         return HostAdapters(sources, load, budget=budget, say=say)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -23,11 +24,16 @@ T = TypeVar("T")
 class DeviceMeter:
     """Bytes that each step takes on a CUDA device, by name; elsewhere nothing is known and `parts` stays empty."""
 
+    _all: ClassVar[WeakSet[DeviceMeter]] = WeakSet()
+    """Those of all engines of the process: the device keeps one peak for everybody."""
+
     def __init__(self, device: torch.device) -> None:
         self.parts: dict[str, int] = {}
         self.peak = 0
         self.device = device
         self._device = device if device.type == "cuda" else None
+        self._begin_peak()  # what engines before this one took is not its own
+        self._all.add(self)
 
     def kept(self, name: str, step: Callable[[], T]) -> T:
         """Runs `step`, whose result this returns; notes what it has allocated and kept."""
@@ -38,9 +44,7 @@ class DeviceMeter:
 
     def held(self, name: str, step: Callable[[], T]) -> T:
         """Runs `step`, whose result this returns; notes the most that it held at once, of several steps the largest."""
-        if self._device is not None:
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self._device))
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._begin_peak()
         before = self._allocated()
         result = step()
         if self._device is not None:
@@ -57,6 +61,16 @@ class DeviceMeter:
     def highest(self) -> int | None:
         """The most that was allocated since construction; None where that is not known."""
         return None if self._device is None else max(self.peak, torch.cuda.max_memory_allocated(self._device))
+
+    def _begin_peak(self) -> None:
+        """Lets the device's peak begin at what is allocated now; every meter takes over the one until now."""
+        if self._device is None:
+            return
+        highest = torch.cuda.max_memory_allocated(self._device)
+        for meter in self._all:
+            if meter.device == self.device:
+                meter.peak = max(meter.peak, highest)
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def _allocated(self) -> int:
         return 0 if self._device is None else torch.cuda.memory_allocated(self._device)

@@ -10,6 +10,7 @@ import torch
 from moelora.backends.base import ExpertSlots, ExpertsWeights, MoeShape
 from moelora.errors import CheckpointError
 from moelora.models.context import current_context
+from moelora.models.weak_methods import weakly
 
 EXPERTS = "moelora"
 """The name under which the experts function is registered."""
@@ -89,11 +90,11 @@ def experts_weights(module: Any) -> ExpertsWeights:
         transposed=module.is_transposed,
         gated=module.has_gate,
         interleaved=not module.is_concatenated,
-        activation=module._apply_gate if module.has_gate else module.act_fn,
+        activation=weakly(module._apply_gate) if module.has_gate else module.act_fn,
         activation_name=_activation_name(module),
         limit=getattr(module, "limit", None),
         alpha=getattr(module, "alpha", None),
-        post_norm=module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None,
+        post_norm=weakly(module.post_expert_norm) if getattr(module, "has_post_expert_norm", False) else None,
     )
     setattr(module, _WEIGHTS, weights)
     return weights

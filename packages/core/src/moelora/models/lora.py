@@ -20,6 +20,7 @@ from moelora.models.context import current_context
 from moelora.models.experts import attach_slots, is_experts_module, up_parameter
 from moelora.models.projections import Projections, rows_of
 from moelora.models.replacement import install_replacement
+from moelora.models.weak_methods import weakly
 
 
 class InstalledLora:
@@ -119,7 +120,7 @@ class _RouterTap(TorchFunctionMode):
 
 
 def _install_router(module: torch.nn.Module, target: Target, slots: DenseSlots, installed: InstalledLora) -> None:
-    original = module.forward
+    original = weakly(module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _RouterTap(target, slots) as tap:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -18,6 +19,7 @@ from moelora.errors import CheckpointError
 from moelora.models.boundaries import Boundaries
 from moelora.models.context import GraphBreak, Segments, active_functions, current_context, has_context, part_context
 from moelora.models.cuts import Dims, Joined, NotCuttable, cut, tensors_of
+from moelora.models.weak_methods import weakly
 
 _WRAPPED = "_moelora_looped"
 _ORIGINAL = "_moelora_original"
@@ -135,7 +137,7 @@ def install_loops(model: torch.nn.Module, loops: Sequence[Loop]) -> None:
         loop = by_class.get(type(module).__name__)
         if loop is not None and not is_looped(module):
             setattr(module, _WRAPPED, True)
-            module.forward = LoopedCall(module.forward, loop, _State(module).restore)
+            module.forward = LoopedCall(weakly(module.forward), loop, _State(module).restore)
 
 
 def remove_loops(model: torch.nn.Module) -> None:
@@ -186,14 +188,16 @@ class _State:
     """What a module keeps between calls, put back before each: a row must not depend on what ran before."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self._module = ref(module)
         self._plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | torch.Tensor | None)}
         self._buffers: dict[str, torch.Tensor | None] | None = None
 
     def restore(self) -> None:
         """Sets plain attributes and buffers as they were at the first call."""
+        module = self._module()
+        assert module is not None, "a module is called after its end"
         if self._buffers is None:  # not at construction: the model may yet move to its device
-            self._buffers = dict(self._module._buffers)
+            self._buffers = dict(module._buffers)
             return
-        vars(self._module).update(self._plain)
-        self._module._buffers.update(self._buffers)
+        vars(module).update(self._plain)
+        module._buffers.update(self._buffers)

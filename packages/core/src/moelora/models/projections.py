@@ -7,7 +7,7 @@ layer of a group that is called computes them all, and the others hand out what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,12 +20,16 @@ from moelora.models.context import ForwardContext, current_context
 
 @dataclass(eq=False, slots=True)
 class _Member:
-    """One adapted layer. group: the layers that are called with the same tensor, itself among them, in their order."""
+    """One adapted layer. group: the number of the group that it was last seen in; -1 if it was never called.
 
-    module: torch.nn.Linear
+    Neither the layer nor its group is held: both hold this, and a model is to be freed with its last reference.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     target: Target
     slots: DenseSlots
-    group: list[_Member] = field(default_factory=list)
+    group: int = -1
 
 
 class Projections:
@@ -35,6 +39,8 @@ class Projections:
         """called: takes in the name of every layer that the model calls."""
         self.called = called
         self._members: list[_Member] = []
+        self._groups: list[list[_Member]] = []
+        """Layers that are called with the same tensor, in their order."""
         self._input: torch.Tensor | None = None
         """What the last layer was called with, while `_ready` holds outputs of that forward or groups are learned."""
         self._context: ForwardContext | None = None
@@ -45,7 +51,7 @@ class Projections:
 
     def add(self, module: torch.nn.Linear, target: Target, slots: DenseSlots) -> None:
         """Takes over the forward of `module`."""
-        member = _Member(module, target, slots)
+        member = _Member(module.weight, module.bias, target, slots)
         self._members.append(member)
         module.forward = partial(self._forward, member)  # type: ignore[method-assign]
 
@@ -57,12 +63,17 @@ class Projections:
         """
         self._learning, self._input, self._last, self._before = False, None, None, torch.empty(0)
         for member in self._members:
-            member.group = member.group or [member]
-            if member.group[0] is member and len(member.group) > 1 and member.module.weight.device.type != "cpu":
-                _join([one.module.weight for one in member.group])
-                biases = [one.module.bias for one in member.group if one.module.bias is not None]
-                if len(biases) == len(member.group):
+            group = self._led_by(member)
+            if len(group) > 1 and member.weight.device.type != "cpu":
+                _join([one.weight for one in group])
+                biases = [one.bias for one in group if one.bias is not None]
+                if len(biases) == len(group):
                     _join(biases)
+
+    def _led_by(self, member: _Member) -> list[_Member]:
+        """The layers that a call of `member` computes: its group if it is the first of it, else itself alone."""
+        group = self._groups[member.group] if member.group >= 0 and not self._learning else [member]
+        return group if group[0] is member else [member]
 
     def _forward(self, member: _Member, x: torch.Tensor) -> torch.Tensor:
         self.called.add(member.target.name)
@@ -74,14 +85,14 @@ class Projections:
             if not self._ready:
                 self._input = self._context = None
             return out
-        group = member.group if not self._learning and member.group[0] is member else [member]
+        group = self._led_by(member)
         if not x.numel():  # a part of a request that the shortest ones do not have
-            return torch.nn.functional.linear(x, member.module.weight, member.module.bias)
+            return torch.nn.functional.linear(x, member.weight, member.bias)
         x_TI, meta = rows_of(member.target, x)
         outs = context.backend.projections(
             x_TI,
-            [one.module.weight for one in group],
-            [one.module.bias for one in group],
+            [one.weight for one in group],
+            [one.bias for one in group],
             [one.slots for one in group],
             meta,
         )
@@ -94,11 +105,12 @@ class Projections:
     def _learn(self, member: _Member, x: torch.Tensor) -> None:
         """A layer called with the very tensor that the one before it was called with joins its group."""
         last, before = self._last, self._before
-        if last is not None and self._input is x and _alike(last.module, member.module) and torch.equal(before, x):
+        if last is not None and self._input is x and _alike(last.weight, member.weight) and torch.equal(before, x):
             member.group = last.group
-            member.group.append(member)
+            self._groups[member.group].append(member)
         else:
-            member.group = [member]
+            member.group = len(self._groups)
+            self._groups.append([member])
             # A model may change it in place between two layers.
             self._before = x.clone()
         self._input, self._last = x, member
@@ -123,8 +135,8 @@ def rows_of(target: Target, tensor: torch.Tensor) -> tuple[torch.Tensor, LoraMet
     return rows, context.backend.rows_metadata(meta.token_slot_T[:1].expand(rows.shape[0]), has_lora=meta.has_lora)
 
 
-def _alike(one: torch.nn.Linear, other: torch.nn.Linear) -> bool:
-    return one.weight.dtype is other.weight.dtype and one.weight.device == other.weight.device
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype is other.dtype and one.device == other.device
 
 
 def _join(parameters: Sequence[torch.Tensor]) -> None:

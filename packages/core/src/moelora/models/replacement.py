@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from moelora.adapters.bank import AdapterBank
 from moelora.errors import AdapterError
 from moelora.models.context import current_context
 from moelora.models.cuts import tensors_of
+from moelora.models.weak_methods import weakly
 
 
 def install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, called: set[str]) -> None:
@@ -31,12 +31,12 @@ class _Replacement:
     """
 
     def __init__(self, module: torch.nn.Module, name: str, bank: AdapterBank, called: set[str]) -> None:
-        self._module = module
         self._name = name
         self._bank = bank
         self._called = called
-        self._base: Callable[..., Any] = module.forward
-        self._plain = partial(type(module).forward, module)
+        self._weight = module.get_parameter("weight")
+        self._base = weakly(module.forward)
+        self._plain = weakly(MethodType(type(module).forward, module))
         self._dims: dict[str, int | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,13 +58,12 @@ class _Replacement:
         return out
 
     def _run(self, weight: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        parameter = self._module.get_parameter("weight")
-        own = parameter.data
-        parameter.data = weight
+        own = self._weight.data
+        self._weight.data = weight
         try:
             return self._plain(*args, **kwargs)
         finally:
-            parameter.data = own
+            self._weight.data = own
 
     def _learn(self, tree: Any, side: str, tokens: int) -> None:
         """Remembers which dimension of each tensor of `tree` counts tokens, None where none does."""

@@ -141,19 +141,22 @@ def _try_gated_mlp(
         done.kept[label] += 1
         return
 
+    gate_proj, up_proj, down_proj = module.gate_proj, module.up_proj, module.down_proj
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        gate, up = module.gate_proj(x), module.up_proj(x)
+        gate, up = gate_proj(x), up_proj(x)
         hidden = ops.gated_activation(gate.view(-1, gate.shape[-1]), up.view(-1, up.shape[-1]), kind)
-        return module.down_proj(hidden.view(gate.shape))
+        out: torch.Tensor = down_proj(hidden.view(gate.shape))
+        return out
 
     key = (type(module), kind)
     if key not in verdicts:
-        x = draw(1, _ROWS, module.gate_proj.in_features)
-        inner = module.act_fn(module.gate_proj(x)) * module.up_proj(x)
-        gate, up = module.gate_proj(x)[0], module.up_proj(x)[0]
+        x = draw(1, _ROWS, gate_proj.in_features)
+        inner = module.act_fn(gate_proj(x)) * up_proj(x)
+        gate, up = gate_proj(x)[0], up_proj(x)[0]
         # The module must be what it looks like, and the activation must round alike.
         own = module(x)
-        same = isinstance(own, torch.Tensor) and torch.equal(module.down_proj(inner), own)
+        same = isinstance(own, torch.Tensor) and torch.equal(down_proj(inner), own)
         verdicts[key] = kind if same and _agree(ops.gated_activation(gate, up, kind), inner[0]) else None
     if verdicts[key] is None:
         done.kept[label] += 1

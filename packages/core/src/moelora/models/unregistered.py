@@ -8,13 +8,17 @@ finds out by comparing with the module's own forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 
 from moelora.models.context import current_context, has_context
 from moelora.models.experts import attached_slots, experts_weights, is_experts_module
+from moelora.models.weak_methods import weakly
 
 _ADOPTED = "_moelora_adopted"
 _CHOSEN = "_moelora_chosen_per_token"
@@ -63,24 +67,24 @@ def _adopt(module: Any) -> None:
     module.is_transposed = transposed
     module.is_concatenated = True
     if module.has_gate and not hasattr(module, "_apply_gate"):
-        module._apply_gate = lambda rows: _plain_gate(module, rows)
+        module._apply_gate = partial(_plain_gate, module.act_fn)
     routed = len(inspect.signature(module.forward).parameters) == 3
     run = _run_routed if routed else _run_presorted
-    original = module.forward
+    original = weakly(module.forward)
     setattr(module, _ADOPTED, True)
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if not getattr(module, _ADOPTED) or not has_context():
-            return original(*args, **kwargs)
-        return run(module, *args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not getattr(self, _ADOPTED) or not has_context():
+            own: torch.Tensor = original(*args, **kwargs)
+            return own
+        return run(self, *args, **kwargs)
 
-    module.forward = forward
+    module.forward = weakly(MethodType(forward, module))
 
 
-def _plain_gate(module: Any, rows_PI: torch.Tensor) -> torch.Tensor:
+def _plain_gate(act_fn: Callable[[torch.Tensor], torch.Tensor], rows_PI: torch.Tensor) -> torch.Tensor:
     gate, up = rows_PI.chunk(2, dim=-1)
-    gated: torch.Tensor = module.act_fn(gate) * up
-    return gated
+    return act_fn(gate) * up
 
 
 def _run_routed(module: Any, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
