@@ -5,10 +5,12 @@ Calling one of them once per request leaves its module's projections packed.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from types import FunctionType
 from typing import Any
 
@@ -35,6 +37,50 @@ class _Called:
     uniform: bool = True
 
 
+@contextmanager
+def torch_functions(body: nn.Module) -> Iterator[None]:
+    """While it lasts, the modelling files of `body` compute in plain torch what a kernel package would compute.
+
+    transformers puts a package's kernel (flash-linear-attention, causal-conv1d) in the place of a function of its own
+    where the package is installed, for every device; on the CPU such a kernel fails.
+    """
+    replaced = []
+    for name in _namespaces(body):
+        namespace = sys.modules[name]
+        for key, found in list(vars(namespace).items()):
+            original = original_of(found)
+            if _is_of_a_model(original) and hasattr(original, "__wrapped__"):
+                replaced.append((namespace, key, found))
+                setattr(namespace, key, _plain(inspect.unwrap(original)))
+    try:
+        yield
+    finally:
+        for namespace, key, found in replaced:
+            setattr(namespace, key, found)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, without arguments that only its kernels know."""
+    known = inspect.signature(function).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+
+    @wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{k: v for k, v in kwargs.items() if takes_all or k in known})
+
+    return plain
+
+
+def _namespaces(body: nn.Module) -> list[str]:
+    """The modelling files of the modules of `body`."""
+    names = {type(module).__module__ for module in body.modules()}
+    return sorted(name for name in names if name.startswith(_MODELLING))
+
+
+def _is_of_a_model(function: Any) -> bool:
+    return isinstance(function, FunctionType) and function.__module__.startswith(_MODELLING)
+
+
 class FunctionCalls:
     """What a packed run calls of the functions in the modelling files of `body`."""
 
@@ -43,8 +89,7 @@ class FunctionCalls:
         self._context = context
         self._tolerance = tolerance
         self._tokens = context.meta.token_slot_T.shape[0]
-        names = {type(module).__module__ for module in body.modules()}
-        self._namespaces = sorted(name for name in names if name.startswith(_MODELLING))
+        self._namespaces = _namespaces(body)
         self._called: dict[str, _Called] = {}
         self._running: list[str] = []
 
@@ -56,7 +101,7 @@ class FunctionCalls:
             namespace = sys.modules[name]
             for key, found in list(vars(namespace).items()):
                 original = original_of(found)
-                if isinstance(original, FunctionType) and original.__module__.startswith(_MODELLING):
+                if _is_of_a_model(original):
                     replaced.append((namespace, key, found))
                     setattr(namespace, key, self._recorder(f"{name}:{key}", original))
         try:

@@ -1,4 +1,4 @@
-"""Token mixers that know nothing of requests: within a packed forward they are called once for each request.
+"""Token mixers that know nothing of requests: within a packed forward they are called for each request apart.
 
 A convolution, a recurrence, an indexer that counts the slots of the row: everything around them stays packed. Which
 ones they are, the probe finds out: functions of a modelling file where that is enough, else modules.
@@ -19,6 +19,8 @@ from moelora.errors import CheckpointError
 from moelora.models.boundaries import Boundaries
 from moelora.models.context import GraphBreak, Segments, active_functions, current_context, has_context, part_context
 from moelora.models.cuts import Dims, Joined, NotCuttable, cut, tensors_of
+from moelora.models.stacks import Stacks
+from moelora.models.together import Together
 from moelora.models.weak_methods import weakly
 
 _WRAPPED = "_moelora_looped"
@@ -39,7 +41,9 @@ class Loop:
 
 
 class LoopedCall:
-    """Takes the place of a call: makes it once for each request of the running forward, and joins the results.
+    """Takes the place of a call: makes it for each request of the running forward apart, and joins the results.
+
+    A function is called for several requests at once where that gave the same when it was tried (`together.py`).
 
     While a breakable graph is captured, the calls run between two of its parts, on the live rows of each batch.
     """
@@ -50,8 +54,9 @@ class LoopedCall:
         self._loop = loop
         self._prepare = prepare
         self._forms: dict[int, Joined] = {}
-        # Kernels that know boundaries are functions; a module's own code is not asked for them.
-        self._boundaries = Boundaries(original) if loop.namespace else None
+        # A module may keep a state between its calls; functions do not.
+        ways = (Boundaries, Stacks) if loop.namespace else ()
+        self._ways: list[Together] = [way(original, loop.inputs, loop.outputs) for way in ways]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not has_context() or (context := current_context()).segments is None:
@@ -73,11 +78,13 @@ class LoopedCall:
         return self._outside_graph(context.graph_break, given, self._forms[tokens])
 
     def _over_requests(self, segments: Segments, given: Any, joined: Joined | None) -> Joined:
-        """Calls for each request; writes into `joined`, or into a new whole."""
+        """Calls for each request, or for several at once; writes into `joined`, or into a new whole."""
         live = slice(0, segments.rows()[-1].stop)
-        if self._boundaries is not None and self._boundaries.agreed:
-            args, kwargs = cut(given, self._loop.inputs, live)
-            return self._put(joined, live, self._boundaries.call(args, kwargs, segments), given)
+        # What is computed for several at once may round by how many they are.
+        ways = [] if current_context().backend.batch_invariant else self._ways
+        for way in ways:
+            if way.agreed:
+                return self._put(joined, live, way.call(cut(given, self._loop.inputs, live), segments), given)
         parts = current_context().alone(segments)
         for rows, context in parts:
             args, kwargs = cut(given, self._loop.inputs, rows)
@@ -86,10 +93,12 @@ class LoopedCall:
                 part = self._original(*args, **kwargs)
             joined = self._put(joined, rows, part, given)
         assert joined is not None, "a batch without requests"
-        if self._boundaries is not None and self._boundaries.untried and len(parts) > 1:
-            of_live_rows = cut(given, self._loop.inputs, live)
-            expected = cut(joined.result, self._loop.outputs, live)
-            self._boundaries.try_out(of_live_rows, (self._loop.inputs, self._loop.outputs), segments, expected)
+        for way in ways if len(parts) > 1 else []:
+            if way.untried:
+                expected = cut(joined.result, self._loop.outputs, live)
+                way.try_out(cut(given, self._loop.inputs, live), segments, expected)
+            if way.agreed:
+                break
         return joined
 
     def _put(self, joined: Joined | None, rows: slice, part: Any, given: Any) -> Joined:

@@ -17,6 +17,7 @@ from moelora.models.architecture import Architecture
 from moelora.models.attention import BIASED, EAGER, MASKED, PACKED, register_attention
 from moelora.models.calls import Calls
 from moelora.models.experts import EXPERTS, register_experts
+from moelora.models.functions import torch_functions
 from moelora.models.mixers import Loop
 from moelora.models.shrink import kinds_of, layers_of_every_kind, shrink_config
 from moelora.models.trial import Trial, Unlike, fill_at_random
@@ -31,7 +32,7 @@ def probe(body: Any) -> Architecture:
     register_attention()
     register_experts()
     model_type = str(body.config.model_type)
-    with _own_randomness(), torch.device("cpu"), torch.no_grad():
+    with _own_randomness(), torch.device("cpu"), torch.no_grad(), torch_functions(body):
         try:
             return _verdict(_trial(body), model_type)
         except _NoCopy as error:
