@@ -39,6 +39,9 @@ _SHOWN = 5
 _OTHER_MODALITY = re.compile(r"(^|\.|_)(vision|visual|image|audio|video|multi_modal|multimodal|mm)(_|\.)")
 _JOINS = re.compile(r"\.(eh_proj|enorm|hnorm)\.")
 
+_DUMMY_STD = 16.0
+"""Of the embeddings of random models: far above what 48 layers of random weights add to a token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSource:
@@ -310,15 +313,16 @@ def _random_model(
 ) -> torch.nn.Module:
     """Random weights of the right shapes, made on the device itself.
 
-    Embeddings of unit variance, not of the config's: a token then keeps a direction of its own through all layers, and
-    routers spread tokens as trained ones do. With small ones all tokens end up alike and choose the same few experts.
+    Embeddings are large, so that a token keeps a direction of its own through all layers, and routers spread tokens as
+    trained ones do: with the config's small ones all tokens end up alike after some layers and choose the same few
+    experts. Where they are the head's weights too, they stay as they are.
     """
     try:
         with device, _Quiet():
             model: torch.nn.Module = source.model_class._from_config(config, dtype=dtype, **plugged)
             embeddings = model.get_input_embeddings()  # type: ignore[operator]
-            if isinstance(embeddings, torch.nn.Embedding):
-                torch.nn.init.normal_(embeddings.weight)
+            if isinstance(embeddings, torch.nn.Embedding) and not config.get_text_config().tie_word_embeddings:
+                torch.nn.init.normal_(embeddings.weight, std=_DUMMY_STD)
             return model
     except Exception as error:
         _refuse_for_memory(error, source, device, dtype)

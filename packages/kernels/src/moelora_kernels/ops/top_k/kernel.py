@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_NOBODY = tl.constexpr(2147483647)
+_LOWEST = tl.constexpr(-(2**63))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -17,28 +17,29 @@ def top_k_kernel(
     p_x, p_value, p_index, rows, E, stride_x,
     K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Takes the largest element that is left, K times. Both results are `[T, K]`, contiguous, the index int64."""
+    """Takes the largest element that is left, K times. Both results are `[T, K]`, contiguous, the index int64.
+
+    An element's bits, made to ascend as it does, and its index, made to descend, are one integer: one maximum finds
+    the largest and, among equals, the first.
+    """
     o_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
     o_e = tl.arange(0, BLOCK_E)  # [E]
     o_k = tl.arange(0, BLOCK_K)  # [K]
     m_t = o_t < rows
     m_x = m_t[:, None] & (o_e < E)[None, :]
-    b_x = tl.load(p_x + o_t.to(tl.int64)[:, None] * stride_x + o_e[None, :], mask=m_x, other=0.0)
-    b_key = b_x.to(tl.float32)
-    b_key = tl.where(b_key != b_key, float("inf"), b_key)
-    m_left = m_x
-    b_value = tl.zeros((BLOCK_T, BLOCK_K), dtype=b_x.dtype)
-    b_index = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
+    b_x = tl.load(p_x + o_t.to(tl.int64)[:, None] * stride_x + o_e[None, :], mask=m_x, other=0.0).to(tl.float32)
+    b_x = tl.where(b_x != b_x, float("nan"), b_x + 0.0)  # one NaN, above infinity, and one zero
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_key = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.int64) << 32
+    b_key = tl.where(m_x, b_key | (BLOCK_E - 1 - o_e)[None, :].to(tl.int64), _LOWEST)
+    b_most = tl.full((BLOCK_T, BLOCK_K), 0, dtype=tl.int64)
     for i_k in tl.static_range(K):
-        b_most = tl.max(tl.where(m_left, b_key, float("-inf")), 1)  # [T]
-        b_first = tl.min(tl.where(m_left & (b_key == b_most[:, None]), o_e[None, :], _NOBODY), 1)
-        m_taken = o_e[None, :] == b_first[:, None]
-        # One term of this sum is the element itself, be it NaN.
-        b_taken = tl.sum(tl.where(m_taken, b_x, 0.0), 1)
-        b_value = tl.where((o_k == i_k)[None, :], b_taken[:, None], b_value)
-        b_index = tl.where((o_k == i_k)[None, :], b_first[:, None], b_index)
-        m_left = m_left & (m_taken == 0)
+        b_first = tl.max(b_key, 1)  # [T]
+        b_most = tl.where((o_k == i_k)[None, :], b_first[:, None], b_most)
+        b_key = tl.where(b_key == b_first[:, None], _LOWEST, b_key)
+    b_bits = (b_most >> 32).to(tl.int32)
+    b_value = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.float32, bitcast=True)
     p_to = o_t.to(tl.int64)[:, None] * K + o_k[None, :]
     m_to = m_t[:, None] & (o_k < K)[None, :]
-    tl.store(p_value + p_to, b_value, mask=m_to)
-    tl.store(p_index + p_to, b_index.to(tl.int64), mask=m_to)
+    tl.store(p_value + p_to, b_value.to(p_value.dtype.element_ty), mask=m_to)
+    tl.store(p_index + p_to, BLOCK_E - 1 - (b_most & 0xFFFFFFFF), mask=m_to)
