@@ -3,6 +3,7 @@
 import random
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from moelora import AdapterError, EngineOptions, PrefillEngine, Request
+from moelora.adapters.arena import Arena, ordinary
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, Factors, Target, TargetKind
-from moelora.adapters.host import READ_AHEAD, HostAdapters, PinnedMemory, outline, pinned
+from moelora.adapters.host import READ_AHEAD, HostAdapters, outline, pinned
 from moelora.adapters.residency import Residency
 from moelora.adapters.streams import InOrder, Streams
 from moelora.batching.planner import BatchLimits, plan
@@ -107,7 +109,7 @@ def play(streams: Streams, seed: int, *, budget: int | None = None) -> tuple[lis
     rng = random.Random(seed)
     slots, count = rng.randint(1, 4), rng.randint(1, 9)
     made = {f"a{i}": make_adapter(f"a{i}", rng.randrange(1000)) for i in range(count)}
-    host = HostAdapters({name: Path(name) for name in made}, lambda name, path: made[name], budget=budget)
+    host = HostAdapters({name: Path(name) for name in made}, lambda name, path, allocate: made[name], budget=budget)
     bank = AdapterBank(
         CATALOGUE, BankLayout.of(host.values()), slots=slots, device=CPU, dtype=torch.float32, streams=streams
     )
@@ -158,7 +160,7 @@ def test_without_the_marks_batches_read_what_is_not_theirs(careless):
 def test_an_adapter_is_copied_while_the_one_before_it_is_used():
     """Six adapters of five batches each on two slots, copies as eager as the marks allow."""
     made = {f"a{i}": make_adapter(f"a{i}", 4 * i) for i in range(6)}
-    host = HostAdapters(made, lambda name, path: made[name])
+    host = HostAdapters(made, lambda name, path, allocate: made[name])
     streams = TwoLines()
     bank = AdapterBank(
         CATALOGUE, BankLayout.of(host.values()), slots=2, device=CPU, dtype=torch.float32, streams=streams
@@ -221,20 +223,22 @@ class Disk:
     def __init__(self, folder: Path, count: int = 5):
         self.paths = {}
         self.reads = []
+        self.memories = []
         for i in range(count):
             self.paths[f"a{i}"] = folder / f"a{i}"
             self.paths[f"a{i}"].mkdir()
             (self.paths[f"a{i}"] / "adapter_config.json").write_text("{}")
 
-    def load(self, name, path):
+    def load(self, name, path, allocate):
         self.reads.append(name)
+        self.memories.append(allocate)
         made = make_adapter(name, 4 * int(name[1:]))
         return Adapter(name=name, path=self.paths[name], factors=made.factors)
 
 
 def test_what_fits_is_kept_and_the_rest_is_read_again(tmp_path):
     disk, said = Disk(tmp_path), []
-    one = disk.load("a0", disk.paths["a0"]).nbytes
+    one = disk.load("a0", disk.paths["a0"], ordinary).nbytes
     disk.reads.clear()
     host = HostAdapters(disk.paths, disk.load, budget=3 * one, say=said.append)
     assert sorted(disk.reads) == list(host) == [f"a{i}" for i in range(5)]
@@ -252,10 +256,10 @@ def test_what_fits_is_kept_and_the_rest_is_read_again(tmp_path):
 def test_a_bad_adapter_is_refused_by_the_first_in_order(tmp_path):
     disk = Disk(tmp_path)
 
-    def load(name, path):
+    def load(name, path, allocate):
         if name in ("a1", "a3"):
             raise AdapterError(f"{name} is bad")
-        return disk.load(name, path)
+        return disk.load(name, path, allocate)
 
     with pytest.raises(AdapterError, match="a1 is bad"):
         HostAdapters(disk.paths, load)
@@ -293,23 +297,52 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
         host.take("a1")
 
 
-def test_pinned_memory_is_cut_from_blocks(monkeypatch):
-    monkeypatch.setattr(PinnedMemory, "BLOCK", 4096)
+def block(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def test_an_arena_is_cut_from_blocks_that_grow(monkeypatch):
+    monkeypatch.setattr(Arena, "FIRST", 1024)
+    monkeypatch.setattr(Arena, "BLOCK", 8192)
     made = []
 
     def allocate(nbytes):
         made.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return block(nbytes)
 
-    memory = PinnedMemory(allocate)
+    memory = Arena(allocate)
     originals = [torch.randn(3, n % 40 + 1).to(dtype) for n in range(60) for dtype in (torch.bfloat16, torch.float32)]
-    originals += [torch.randn(900), torch.randn(0, 4)]
+    originals += [torch.randn(900), torch.randn(0, 4), torch.randn(30, 4).T]
     copies = [memory.copy(tensor) for tensor in originals]
     for tensor, copy in zip(originals, copies, strict=True):
         assert copy.dtype == tensor.dtype
+        assert copy.is_contiguous()
         assert torch.equal(copy, tensor)
-    assert 3600 in made
-    assert set(made) == {3600, 4096}
+    assert made[:4] == [1024, 2048, 4096, 8192]
+    assert set(made[4:]) == {3600, 8192}  # what takes over a quarter of a block has its own
+    assert sum(made) < 2 * sum(tensor.nbytes for tensor in originals) + 256 * len(originals)
+    fresh = Arena(block).empty([5, 300], torch.float16)  # larger than the first block
+    assert (fresh.shape, fresh.dtype) == ((5, 300), torch.float16)
+
+
+def test_threads_share_an_arena():
+    memory = Arena(block)
+    with ThreadPoolExecutor(8) as pool:
+        filled = list(pool.map(lambda i: memory.empty((i % 50 + 1, 1000), torch.int32).fill_(i), range(400)))
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(filled))
+
+
+def test_what_is_read_again_is_read_into_page_locked_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("moelora.adapters.host.page_locked", block)
+    disk = Disk(tmp_path)
+    host = HostAdapters(disk.paths, disk.load, budget=0)
+    assert disk.memories == [ordinary] * 5
+    host.pin(slots=1)
+    for name in ("a0", "a3"):
+        host.take(name)
+    arenas = [allocate.__self__ for allocate in disk.memories[5:]]
+    assert len(set(arenas)) == 2  # an adapter's memory goes with it
+    assert all(arena._allocate is block for arena in arenas)
 
 
 def test_what_is_kept_is_copied_into_page_locked_memory_when_its_turn_is_near(tmp_path, monkeypatch):
@@ -340,7 +373,7 @@ def test_what_is_kept_is_copied_into_page_locked_memory_when_its_turn_is_near(tm
 def test_copies_are_made_ahead_for_all_slots_and_reads_for_two(tmp_path, monkeypatch):
     monkeypatch.setattr("moelora.adapters.host.pinned", lambda adapter, memory: adapter)
     disk = Disk(tmp_path, 9)
-    one = disk.load("a0", disk.paths["a0"]).nbytes
+    one = disk.load("a0", disk.paths["a0"], ordinary).nbytes
     host = HostAdapters(disk.paths, disk.load, budget=5 * one)
     kept = [name for name in host if host.is_ready(name)]
     read = [name for name in host if name not in kept]
@@ -380,7 +413,7 @@ def test_an_adapter_comes_while_those_before_it_are_used(tmp_path, budget, monke
 
 def test_only_what_lies_on_the_host_is_pinned():
     adapter = make_adapter("x", 3)
-    memory = PinnedMemory(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    memory = Arena(block)
     copied = pinned(adapter, memory)
     assert copied.factors["q"].a is not adapter.factors["q"].a
     assert torch.equal(copied.factors["q"].a, adapter.factors["q"].a)

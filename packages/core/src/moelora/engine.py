@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moelora.adapters.arena import Allocate
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.host import HostAdapters
@@ -373,7 +374,8 @@ class PrefillEngine:
         if budget is None and (free := free_host_memory()) is not None:
             budget = free // 2
 
-        def load(name: str, path: Path) -> Adapter:  # outlives this call, and must not hold the engine
+        # Outlives this call, and must not hold the engine.
+        def load(name: str, path: Path, allocate: Allocate) -> Adapter:
             return load_adapter(
                 path,
                 name=name,
@@ -381,6 +383,7 @@ class PrefillEngine:
                 dtype=dtype,
                 base_weight=source.stored_tensor,
                 lora_b_layout=lora_b_layout,
+                allocate=allocate,
             )
 
         return HostAdapters(sources, load, budget=budget, say=say)

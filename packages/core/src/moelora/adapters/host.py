@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.base import Adapter, Factors
 from moelora.errors import AdapterError
 
@@ -18,6 +19,10 @@ _READERS = 4
 
 READ_AHEAD = 2
 """Adapters that are read, or wait to be copied, beside those that are kept."""
+
+
+Load = Callable[[str, Path, Allocate], Adapter]
+"""Reads and checks the adapter of a name in a folder, into the memory that the third makes."""
 
 
 class HostAdapters(Mapping[str, Adapter]):
@@ -29,15 +34,15 @@ class HostAdapters(Mapping[str, Adapter]):
     throughout: turns are taken in a fixed order, so that whichever one were dropped for another would be the one that
     is missed next.
 
-    After `pin`, `take` gives page-locked memory: what is kept is copied into it in the same thread and the same way, as
-    many adapters at a time as one batch may need. To lock all of it would take seconds at the start, and memory that
-    others miss.
+    After `pin`, `take` gives page-locked memory: what is read again is read into it, and what is kept is copied into it
+    in the same thread and the same way, as many adapters at a time as one batch may need. To lock all of it would take
+    seconds at the start, and memory that others miss.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Path | Adapter],
-        load: Callable[[str, Path], Adapter],
+        load: Load,
         *,
         budget: int | None = None,
         say: Callable[[str], None] = lambda text: None,
@@ -76,7 +81,7 @@ class HostAdapters(Mapping[str, Adapter]):
                 else:
                     say(f"reading adapter {name} from {source}")
                     self._stamps[name] = _stamp(source)
-                    pending.append((name, readers.submit(self._load, name, source)))
+                    pending.append((name, readers.submit(self._load, name, source, ordinary)))
                 while len(pending) >= _READERS:
                     name, reading = pending.popleft()
                     yield name, reading.result()
@@ -135,12 +140,14 @@ class HostAdapters(Mapping[str, Adapter]):
         return name in self._kept and not self._pin
 
     def _make_ready(self, name: str) -> Adapter:
-        adapter = self._kept[name] if name in self._kept else self._read_again(name)
-        return pinned(adapter, PinnedMemory()) if self._pin else adapter
+        memory = Arena(page_locked)
+        if name not in self._kept:
+            return self._read_again(name, memory.empty if self._pin else ordinary)
+        return pinned(self._kept[name], memory) if self._pin else self._kept[name]
 
-    def _read_again(self, name: str) -> Adapter:
+    def _read_again(self, name: str, allocate: Allocate) -> Adapter:
         path = self._outlines[name].path
-        adapter = self._load(name, path)
+        adapter = self._load(name, path, allocate)
         if _stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
         return adapter
@@ -161,7 +168,7 @@ def outline(adapter: Adapter) -> Adapter:
     return _map_tensors(adapter, shape_of)
 
 
-def pinned(adapter: Adapter, memory: PinnedMemory) -> Adapter:
+def pinned(adapter: Adapter, memory: Arena) -> Adapter:
     """The adapter copied into page-locked memory; what lies on a device already stays there."""
     return _map_tensors(adapter, lambda tensor: memory.copy(tensor) if tensor.device.type == "cpu" else tensor)
 
@@ -172,30 +179,6 @@ def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor
         factors={name: Factors(a=change(f.a), b=change(f.b)) for name, f in adapter.factors.items()},
         replacements={name: change(tensor) for name, tensor in adapter.replacements.items()},
     )
-
-
-class PinnedMemory:
-    """Page-locked memory in large blocks. torch rounds every pinned allocation up to a power of two, so up to twice."""
-
-    BLOCK = 64 << 20
-    _ALIGN = 256
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._allocate = allocate or (lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
-        self._block: torch.Tensor | None = None
-        self._used = 0
-
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a contiguous tensor."""
-        nbytes = tensor.nbytes
-        if nbytes > self.BLOCK // 4:  # would leave too much of a block behind
-            room = self._allocate(nbytes)
-        else:
-            if self._block is None or self._used + nbytes > self.BLOCK:
-                self._block, self._used = self._allocate(self.BLOCK), 0
-            room = self._block[self._used : self._used + nbytes]
-            self._used += -(-nbytes // self._ALIGN) * self._ALIGN
-        return room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _stamp(folder: Path) -> object:

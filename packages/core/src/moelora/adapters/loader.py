@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from moelora.adapters.arena import Allocate, ordinary
 from moelora.adapters.base import Adapter, Catalogue, Factors, TargetKind, TargetSummary
 from moelora.adapters.config import LORA_B_LAYOUTS, AdapterConfig, read_config
 from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_headers
@@ -21,9 +22,6 @@ from moelora.errors import AdapterError, choose_from
 
 BaseWeight = Callable[[str], torch.Tensor | None]
 """Gives a parameter or buffer of the base model by its full name, or None."""
-
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-"""Makes a contiguous tensor of a shape, its values left undefined. Any number of threads may call it at once."""
 
 _SHOWN_PROBLEMS = 8
 _MOST_WORKERS = 8
@@ -72,11 +70,6 @@ def make_context(
     )
 
 
-def pageable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary memory."""
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
 def load_adapter(
     path: str | Path,
     *,
@@ -86,7 +79,7 @@ def load_adapter(
     base_weight: BaseWeight | None = None,
     lora_b_layout: str | None = None,
     peft_version: str | None = None,
-    allocate: Allocate = pageable,
+    allocate: Allocate = ordinary,
 ) -> Adapter:
     """Loads an adapter onto the host in canonical form, in `dtype`, the scale folded into B in fp32 before the cast.
 
@@ -142,7 +135,7 @@ def _load(
     if problems:
         raise AdapterError(joined_reasons(file.path, problems))
     with TensorReader() as reader:
-        loading = _Loading(file, reader, dtype, allocate or pageable)
+        loading = _Loading(file, reader, dtype, allocate or ordinary)
         make = loading.outline if allocate is None else loading.factors
         factors = dict(zip((plan.target.name for plan in planned.plans), _map(make, planned.plans), strict=True))
         replacements, notes = _load_wholes(planned, loading, base_weight)
