@@ -265,7 +265,7 @@ def test_auto_measures_every_bucket_once(world, eager, monkeypatch):
     assert all(t["eager_s"] > 0 and t["graph_s"] > 0 for t in timings)
     results = engine.score([row(n, "both") for n in (3, 20, 40)])
     close(results, eager.score([row(n, "both") for n in (3, 20, 40)]))
-    slower = {t["bucket"] for t in timings if t["eager_s"] < t["graph_s"]}
+    slower = {t["bucket"] for t in timings if t["eager_s"] < 0.97 * t["graph_s"]}
     assert all((p["mode"] == "eager") or p["bucket"] not in slower for p in engine.report()["passes"])
 
 
