@@ -27,8 +27,8 @@ WARM_UPS = 2
 _TIMED_RUNS = 3
 _TYPICAL_TOKENS = 256
 _EAGER_WINS = 0.97
-"""Share of a replay's time that eager must stay under: within timing noise a graph is the better, for it leaves the host
-idle, and its memory is taken anyway."""
+"""Share of a replay's time that eager must stay under: within timing noise a graph is the better, for it leaves the
+host idle, and its memory is taken anyway."""
 
 _GRAPHS: dict[GraphMode, type[FullGraph] | type[BreakableGraph]] = {
     GraphMode.FULL: FullGraph,
