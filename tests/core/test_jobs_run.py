@@ -326,6 +326,20 @@ def test_a_dry_run_shows_ids_and_errors():
 # Report and metrics.
 
 
+def test_the_summary_tells_where_another_kernel_of_attention_runs():
+    _, stats = run([ids(1, 2)])
+    chosen = [
+        {"attention": "a", "fa4_from_request_tokens": 1024, "fa4_from_bucket": None},
+        {"attention": "b", "fa4_from_request_tokens": 512, "fa4_from_bucket": 2048},
+        {"attention": "c", "fa4_from_request_tokens": None, "fa4_from_bucket": None},
+    ]
+    report = build_report(stats, seconds=2.0, load_seconds=1.0, engine={"attention": chosen}, run={})
+    assert [text for label, text in summary(report) if label == "attention"] == [
+        "FlashAttention 4 in requests of 1,024 tokens and more (a)",
+        "FlashAttention 4 in requests of 512 tokens and more and graphs of 2,048 tokens and more (b)",
+    ]
+
+
 def test_report_summary_and_metrics_agree():
     _, stats = run([ids(1, 2), ids(1, 2, 3, 4, 5), {"prompt": 1}], max_length=4, on_long="truncate-left")
     engine = FakeEngine().report()

@@ -55,6 +55,7 @@ def plug(monkeypatch):
     """Puts a library in the place of FlashAttention 4, and makes what is measured small."""
 
     def plug(library):
+        choosing.disagreement.cache_clear()
         monkeypatch.setattr(flash4, "_loaded", lambda: (library, None))
         for module in (choosing, attention):
             monkeypatch.setattr(module, "flash4_refusal", lambda *given: None)
@@ -184,6 +185,24 @@ def test_very_many_requests_run_our_kernel(plug, monkeypatch):
     assert len(library.calls) == 1
 
 
+def test_engines_of_one_process_share_what_was_measured(plug):
+    library = Library()
+    shared = timers([(1, 2), (1, 0.5), (1, 0.5)])
+    plug(library)
+    for _ in range(2):
+        attend = PackedAttention(timers=shared)
+        check(attend, [3])
+        library.calls.clear()
+        attend.settle("auto", batch_invariant=False, longest=1000, full_slots=None, say=print)
+        assert list(attend.choices.values()) == [{"requests": 16, "buckets": None}]
+    assert not library.calls, "measured again"
+
+
+def test_a_full_graph_of_one_request(plug):
+    attend = settled(plug, Library(), ([(1, 0.5)] * 3, [(1, 0.5)] * 3), full_slots=1)
+    assert list(attend.choices.values()) == [{"requests": 8, "buckets": 8}]
+
+
 def test_lengths_that_no_request_has_are_not_timed(plug):
     attend = settled(plug, Library(), ([(1, 0.5)] * 3,), longest=20)
     (entry,) = attend.report()
@@ -252,9 +271,12 @@ def test_why_the_library_is_not_there(monkeypatch):
     assert "needs CUDA" in flash4.flash4_refusal(device, torch.float16, 64, 64)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     device = torch.device("cuda")
+    found = flash4._loaded
+    monkeypatch.setattr(flash4, "_loaded", lambda: (print, None))
     assert "takes bfloat16" in flash4.flash4_refusal(device, torch.float32, 64, 64)
     assert "divide by 8, got 64 and 20" in flash4.flash4_refusal(device, torch.float16, 64, 20)
     assert "the device has 8.0" in flash4.flash4_refusal(device, torch.float16, 64, 64)
+    monkeypatch.setattr(flash4, "_loaded", found)
     imported = builtins.__import__
     for error, reason in (
         (ModuleNotFoundError("no", name="flash_attn.cute"), "is not installed"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import torch
 from moelora.backends.base import AttentionChoices
 from moelora.errors import ConfigError
 from moelora_kernels.ops.attention import attention_tiles, flash4_refusal, pick_attention_config, varlen_attention
-from moelora_kernels.ops.attention.flash4 import MOST_SEQUENCES
+from moelora_kernels.ops.attention.flash4 import MOST_SEQUENCES, NOT_INSTALLED
 from moelora_kernels.timing import Timer, eager_ms, graph_ms
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class Settled:
     reason: str | None = None
     requests: int | None = None
     buckets: int | None = None
-    eager: list[LengthTime] = field(default_factory=list)
-    replayed: list[LengthTime] = field(default_factory=list)
+    eager: tuple[LengthTime, ...] = ()
+    replayed: tuple[LengthTime, ...] = ()
 
     def takes_flash4(self, segments: Segments) -> bool:
         """Whether FlashAttention 4 runs this batch."""
@@ -206,7 +207,9 @@ class PackedAttention:
                 settled.refusal = flash4_refusal(settled.device, shape.dtype, shape.head_dim, shape.value_dim)
                 if settled.refusal is None:
                     say(f"compiling and timing FlashAttention 4 for {shape}")
-                    self._try(shape, settled, full_slots, say)
+                    settled.refusal = disagreement(shape, settled.device, full_slots)
+                if settled.refusal not in (None, NOT_INSTALLED):
+                    say(f"FlashAttention 4 is not used for {shape}: {settled.refusal}")
             if kernel == "fa4":
                 if settled.refusal is not None:
                     raise ConfigError(f"attention fa4 cannot be used for {shape}: {settled.refusal}")
@@ -214,30 +217,16 @@ class PackedAttention:
             elif settled.refusal is None:
                 self._choose(shape, settled, longest, full_slots)
 
-    def _try(self, shape: AttentionShape, settled: Settled, full_slots: int | None, say: Callable[[str], None]) -> None:
-        """Compares both kernels; `settled.refusal` then says what is wrong with FlashAttention 4, if anything."""
-        batch = RandomBatch(shape, settled.device, sum(_CHECKED) + 97)
-        try:
-            problem = batch.disagreement(_CHECKED, None)
-            if problem is None and full_slots is not None:
-                problem = batch.disagreement(_CHECKED[:full_slots], full_slots)
-        except Exception as error:  # whatever its compiler or its checks make of this machine and shape
-            problem = f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        settled.refusal = problem
-        if problem is not None:
-            say(f"FlashAttention 4 is not used for {shape}: {problem}")
-
     def _choose(self, shape: AttentionShape, settled: Settled, longest: int, full_slots: int | None) -> None:
         lengths = [length for length in LENGTHS if length <= longest]
         if not lengths:
             settled.reason = f"requests have at most {longest} tokens"
             return
-        batch = RandomBatch(shape, settled.device, max(TOKENS, *lengths))
         eager, replayed = self._timers
-        settled.eager = [batch.time(length, None, eager) for length in lengths]
+        settled.eager = times_of(shape, settled.device, tuple(lengths), None, eager)
         settled.requests = least_length(settled.eager)
         if full_slots is not None:
-            settled.replayed = [batch.time(length, full_slots, replayed) for length in lengths]
+            settled.replayed = times_of(shape, settled.device, tuple(lengths), full_slots, replayed)
             settled.buckets = least_bucket(settled.replayed)
         if settled.requests is None and settled.buckets is None:
             settled.reason = "it was not faster"
@@ -277,6 +266,31 @@ class PackedAttention:
         ]
 
 
+@cache
+def disagreement(shape: AttentionShape, device: torch.device, full_slots: int | None) -> str | None:
+    """What is wrong with FlashAttention 4 beside our own kernel, or None. Tried once in a process.
+
+    full_slots: request slots of full graphs, None if none will be captured.
+    """
+    batch = RandomBatch(shape, device, sum(_CHECKED) + 97)
+    try:
+        problem = batch.disagreement(_CHECKED, None)
+        if problem is None and full_slots is not None:
+            problem = batch.disagreement(_CHECKED[:full_slots], full_slots)
+    except Exception as error:  # whatever its compiler or its checks make of this machine and shape
+        return f"it fails: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return problem
+
+
+@cache
+def times_of(
+    shape: AttentionShape, device: torch.device, lengths: tuple[int, ...], slots: int | None, timer: Timer
+) -> tuple[LengthTime, ...]:
+    """Both kernels on requests of each of `lengths`, measured once in a process. slots: as in `RandomBatch.time`."""
+    batch = RandomBatch(shape, device, max(TOKENS, *lengths))
+    return tuple(batch.time(length, slots, timer) for length in lengths)
+
+
 class RandomBatch:
     """Random rows for one attention, on which kernels are compared and timed."""
 
@@ -306,6 +320,8 @@ class RandomBatch:
         row_error = float((off.norm(dim=2) / want.norm(dim=2).clamp(min=1e-20)).max())
         if not (error <= _MOST_ERROR and row_error <= _MOST_ROW_ERROR):
             return f"it differs from our kernel by {error:.1e} of all values and {row_error:.1e} of a row"
+        if len(lengths) == 1:
+            return None
         with self._nan_in(slice(lengths[0], lengths[0] + lengths[1])):
             beside = run("fa4").float()
         others = slice(lengths[0] + lengths[1], None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moelora.capacity import EagerReason
@@ -90,12 +90,22 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     passes += [f"{count:,} eager: {_why(reason)}" for reason, count in engine.get("eager_reasons", {}).items()]
     if passes:
         lines.append(("batches", ", ".join(passes)))
+    lines += [("attention", text) for text in _attention(engine.get("attention", []))]
     if engine.get("peak_device_bytes"):
         lines.append(("memory", f"{engine['peak_device_bytes'] / 2**30:.2f} GiB at most on the device"))
     if engine.get("memory_measured"):
         parts = [f"{engine['memory_measured'][key] / 2**30:.2f} {text}" for key, text in MEMORY_PARTS.items()]
         lines.append(("", f"GiB by part: {', '.join(parts)}"))
     return lines
+
+
+def _attention(chosen: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where FlashAttention 4 runs; nothing for attention that always runs the kernel of the backend."""
+    for entry in chosen:
+        places = (("requests", entry["fa4_from_request_tokens"]), ("graphs", entry["fa4_from_bucket"]))
+        told = [f"{what} of {least:,} tokens and more" for what, least in places if least is not None]
+        if told:
+            yield f"FlashAttention 4 in {' and '.join(told)} ({entry['attention']})"
 
 
 def _why(reason: str) -> str:

@@ -15,6 +15,8 @@ from moelora_kernels.ops.attention.kernel import zero_tail
 MOST_SEQUENCES = 256
 """With more sequences in a batch the library compiles another kernel, in the middle of a run."""
 
+NOT_INSTALLED = "flash-attn-4 is not installed"
+
 _LEAST_CAPABILITY = 9
 _ALIGNED = 8
 _ROWS = 16
@@ -24,6 +26,8 @@ def flash4_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, valu
     """Why FlashAttention 4 cannot do this, or None."""
     if device.type != "cuda":
         return f"it needs CUDA, the tensors are on {device.type}"
+    if (refusal := _loaded()[1]) is not None:
+        return refusal
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 or float16, got {dtype}"
     if head_dim % _ALIGNED or value_dim % _ALIGNED:
@@ -31,7 +35,7 @@ def flash4_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, valu
     major, minor = torch.cuda.get_device_capability(device)
     if major < _LEAST_CAPABILITY:
         return f"it needs compute capability {_LEAST_CAPABILITY}.0 or above, the device has {major}.{minor}"
-    return _loaded()[1]
+    return None
 
 
 def flash4_attention(
@@ -82,7 +86,7 @@ def _loaded() -> tuple[Callable[..., Any] | None, str | None]:
         from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
         if error.name in ("flash_attn", "flash_attn.cute"):
-            return None, "flash-attn-4 is not installed"
+            return None, NOT_INSTALLED
         return None, f"flash-attn-4 cannot be imported: it needs {error.name}"
     except Exception as error:  # whatever its compiler finds wrong with this machine
         return None, f"flash-attn-4 cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
