@@ -22,7 +22,7 @@ import transformers
 from adapter_writers import AdapterWriter
 from moelora.adapters.base import Catalogue, TargetKind
 from moelora.adapters.names import canonical
-from moelora.models.shrink import shrink_config
+from moelora.models.small_config import small_config
 from moelora.models.trial import fill_at_random
 
 _FILE = Path(__file__).with_name("tiny_architectures.json")
@@ -109,7 +109,7 @@ def _made_from(name: str) -> tuple[Any, Any]:
 
 
 def _small_encoder(config: Any, text_width: int) -> Any:
-    small = shrink_config(config, 1)
+    small = small_config(config, 1)
     for part in getattr(type(config), "sub_configs", {}):
         setattr(small, part, _small_encoder(getattr(config, part), text_width))
     if hasattr(small, "out_hidden_size"):

@@ -20,7 +20,7 @@ from moelora.models.context import forward_context
 from moelora.models.decoder import decoder_of
 from moelora.models.mixers import Loop, LoopedCall
 from moelora.models.probe import probe, small_copy
-from moelora.models.shrink import kinds_of
+from moelora.models.small_config import kinds_of
 from moelora.models.trial import Trial
 from moelora.models.verdicts import cache_folder, find_verdict
 from moelora.types import GraphMode

@@ -19,7 +19,7 @@ from moelora.models.calls import Calls
 from moelora.models.experts import EXPERTS, register_experts
 from moelora.models.functions import torch_functions
 from moelora.models.mixers import Loop
-from moelora.models.shrink import kinds_of, layers_of_every_kind, shrink_config
+from moelora.models.small_config import kinds_of, layers_of_every_kind, small_config
 from moelora.models.trial import Trial, Unlike, fill_at_random
 
 
@@ -55,7 +55,7 @@ def small_copy(body: Any) -> torch.nn.Module:
     problem = ""
     for layers in dict.fromkeys([wanted, None]):
         try:
-            config = shrink_config(body.config, layers)
+            config = small_config(body.config, layers)
             config._attn_implementation = EAGER  # as `load_base` makes it; functions are plugged in afterwards
             small = type(body)(config)
         except Exception as error:  # whatever odd numbers provoke in a model's code

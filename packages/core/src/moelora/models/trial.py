@@ -19,13 +19,13 @@ from moelora.models.decoder import plug_functions
 from moelora.models.experts import attach_slots, is_experts_module
 from moelora.models.functions import FunctionCalls
 from moelora.models.mixers import Loop, install_loops, is_looped, looped_functions, remove_loops
-from moelora.models.shrink import VOCAB
+from moelora.models.small_config import VOCAB
 from moelora.models.syncs import SyncFinder, own_work
 from moelora.models.unregistered import adopt_experts
 from moelora.types import BASE_SLOT, Phase
 
 LENGTHS = (1, 53, 13, 22)
-"""Of the requests: one passes every threshold that `shrink` sets, one is as short as can be. Their sum is a prime."""
+"""Of the requests: one passes every threshold that `small_config` sets, one is as short as can be. The sum is prime."""
 
 TOLERANCE = 1e-4
 """Of the largest value of a result, in fp32: rounding stays two orders below, a leak two orders above."""

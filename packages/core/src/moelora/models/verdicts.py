@@ -14,7 +14,7 @@ import torch
 
 from moelora.models.architecture import Architecture
 from moelora.models.probe import probe
-from moelora.models.shrink import NOT_ARCHITECTURE
+from moelora.models.small_config import NOT_ARCHITECTURE
 from moelora.versions import versions
 
 _VERSIONS = ("moelora", "torch", "transformers", "kernels", "flash-linear-attention", "causal-conv1d", "mamba-ssm")

@@ -75,7 +75,7 @@ class _Scale:
         self.width = self.heads * self.head_width
 
 
-def shrink_config(config: Any, layers: int | None) -> Any:
+def small_config(config: Any, layers: int | None) -> Any:
     """A small config with the first `layers` decoder layers, or with all of them for None."""
     settings = copy.deepcopy(config.to_dict())
     total = _first(settings, *(k for k in settings if _IS["layers"].search(k))) or 0
