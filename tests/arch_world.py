@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import json
 import math
 import re
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -76,14 +78,14 @@ def wrapped(name: str) -> tuple[Any, Any]:
     return MODEL_FOR_MULTIMODAL_LM_MAPPING[config_class], config
 
 
-OLDEST_FOR_ALL = (5, 23)
+RUNS_ALL = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 """From this version on transformers runs all of them: a refusal is a fault of that file or of transformers."""
 
 
 def runnable(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The class and the config of a tiny model; skips the test, with the reason, where transformers cannot run it."""
     reason = refusal(name, dtype)
-    if reason and tuple(map(int, transformers.__version__.split(".")[:2])) >= OLDEST_FOR_ALL:
+    if reason and RUNS_ALL:
         pytest.fail(reason)
     elif reason:
         pytest.skip(reason)
@@ -102,6 +104,19 @@ def refusal(name: str, dtype: torch.dtype = torch.float32) -> str:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         return f"transformers {transformers.__version__} itself cannot run {name} in {dtype} ({what})"
     return ""
+
+
+def has_registered_experts(model_class: Any) -> bool:
+    """Whether this version of transformers puts the experts of a modelling file into its registry."""
+    return "use_experts_implementation" in inspect.getsource(sys.modules[model_class.__module__])
+
+
+def has_masks_by_request(config: Any) -> bool:
+    """Older versions of transformers count chunks of attention from the start of the row, not of the request."""
+    from transformers import masking_utils
+
+    chunked = "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
+    return not chunked or hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 def _made_from(name: str) -> tuple[Any, Any]:

@@ -1,16 +1,17 @@
 """Every MoE architecture of transformers: packed, with adapters on all it can take, against transformers alone."""
 
-import inspect
 import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM
 
 from arch_world import (
     ARCHITECTURES,
     WRAPPERS,
     adapt_everything,
+    has_masks_by_request,
+    has_registered_experts,
     is_decided,
     logprobs,
     make,
@@ -35,17 +36,6 @@ OWN_EXPERTS = {
 
 # One of each architecture; the others vary settings of one.
 DECODERS = sorted({re.split("[+-]", name)[0] for name in ARCHITECTURES})
-
-
-def has_registered_experts(model_class):
-    """Whether this version of transformers puts the experts of a modelling file into its registry."""
-    return "use_experts_implementation" in inspect.getsource(inspect.getmodule(model_class))
-
-
-def has_masks_by_request(config):
-    """Chunks of attention counted from the begin of the row, not of the request, in older versions of transformers."""
-    chunked = "chunked_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
-    return not chunked or hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
 @pytest.mark.parametrize("name", sorted({*ARCHITECTURES, *WRAPPERS}))

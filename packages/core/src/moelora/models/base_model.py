@@ -27,6 +27,7 @@ from moelora.models.quantized import (
     check_scales,
     is_quantised_tensor,
     read_quantisation,
+    settle_dtype,
     whole_blocks,
 )
 from moelora.models.unregistered import adopt_experts
@@ -305,6 +306,8 @@ def _load_weights(
                 f"to number {max(beyond)}, counted from 0; without them the model would be another one"
             )
         raise CheckpointError(f"{folder}: the checkpoint holds {_some(unexpected)}, which the model has no place for")
+    if source.quantisation is not None:
+        settle_dtype(causal_lm, dtype)
     return causal_lm, skipped
 
 

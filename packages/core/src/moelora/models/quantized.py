@@ -73,6 +73,16 @@ def is_quantised_tensor(name: str, files: CheckpointFiles) -> bool:
     return any(f"{name}{suffix}" in files.tensors for suffix in (*_SCALES, "_blocks"))
 
 
+def settle_dtype(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Brings dequantised weights to `dtype`: some versions of transformers leave them in bfloat16, whatever is asked.
+
+    What a model keeps in float32 stays there.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(dtype)
+
+
 @contextmanager
 def whole_blocks(quantisation: Quantisation | None) -> Iterator[None]:
     """While weights are loaded: scales belong to blocks of the size that the config names, counted from the origin.
