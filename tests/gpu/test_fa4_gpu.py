@@ -154,7 +154,7 @@ def world(tmp_path_factory):
 
 
 def engine_of(world, mode, **options):
-    return make_engine(*world, mode=mode, buckets=(512, 2048, 8192), **options)
+    return make_engine(*world, mode=mode, buckets=(512, 2048, 4096, 8192), **options)
 
 
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.BREAKABLE])
