@@ -26,13 +26,6 @@ class Role(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
-class Key(NamedTuple):
-    """A parsed tensor name. module: without PEFT's prefix and suffixes; for PLAIN and BASE_COPY a parameter's name."""
-
-    module: str
-    role: Role
-
-
 _FACTOR = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?(\.weight|\.bias)?")
 # Nearly all names end so, and an adapter may have tens of thousands: they are split without the pattern.
 _USUAL = {"A.weight": Role.A, "B.weight": Role.B}
@@ -41,24 +34,27 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-def parse_key(name: str) -> Key:
-    """Splits a tensor name of an adapter file into module and role."""
+def parse_key(name: str) -> tuple[str, Role]:
+    """Splits a tensor name of an adapter file into module and role.
+
+    The module comes without PEFT's prefix and suffixes; for PLAIN and BASE_COPY it is a parameter's name.
+    """
     bare = name.removeprefix(PEFT_PREFIX)
     module, _, ending = bare.rpartition(".lora_")
     usual = _USUAL.get(ending)
     if usual is not None and module and "lora_velora_embed" not in module:
-        return Key(module, usual)
+        return module, usual
     if "lora_velora_embed" in bare:  # training state, not read by the forward pass
-        return Key(bare, Role.IGNORED)
+        return bare, Role.IGNORED
     match = _FACTOR.fullmatch(bare)
     if match:
         module, factor, suffix = match.groups()
-        return Key(module, Role.UNSUPPORTED if suffix == ".bias" else Role(factor))
+        return module, Role.UNSUPPORTED if suffix == ".bias" else Role(factor)
     if any(word in bare for word in _UNSUPPORTED) or "lora_" in bare:
-        return Key(bare, Role.UNSUPPORTED)
+        return bare, Role.UNSUPPORTED
     if ".base_layer." in bare:
-        return Key(bare.replace(".base_layer.", ".", 1), Role.BASE_COPY)
-    return Key(bare.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", "."), Role.PLAIN)
+        return bare.replace(".base_layer.", ".", 1), Role.BASE_COPY
+    return bare.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", "."), Role.PLAIN
 
 
 _EXPERT = re.compile(

@@ -63,10 +63,11 @@ def group_tensors(tensors: Mapping[str, TensorInfo]) -> Groups:
     empty = 0
     for name, info in tensors.items():
         module, role = parse_key(name)
+        of_its_role = factors.get(role)
         if info.nbytes == 0:
             empty += 1
-        elif role in factors:
-            before = factors[role].setdefault(module, info)
+        elif of_its_role is not None:
+            before = of_its_role.setdefault(module, info)
             if before is not info:
                 groups.problems.append(f"tensors {before.name!r} and {name!r} are the same factor")
         elif role is Role.UNSUPPORTED:

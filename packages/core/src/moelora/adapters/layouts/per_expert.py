@@ -68,28 +68,30 @@ def plan_per_expert(path: str, members: Members, targets: Sequence[Target], cont
     stacks: dict[tuple[object, ...], _Stack] = {}
     layout = "P"
     for name, pair in members:
-        part = parts.get(name.part) or parts.setdefault(name.part, _find_part(name.part, pair, targets))
+        _, expert, projection, numbered_last = name
+        module, a, b, _ = pair
+        part = parts.get(projection) or parts.setdefault(projection, _find_part(projection, pair, targets))
         target = part.target
-        if name.expert >= target.num_experts:
+        if expert >= target.num_experts:
             raise Refused(
-                f"{pair.module}: expert {name.expert} does not exist; {path} has {target.num_experts} experts "
+                f"{module}: expert {expert} does not exist; {path} has {target.num_experts} experts "
                 f"(0..{target.num_experts - 1})"
             )
-        if name.numbered_last:
+        if numbered_last:
             layout = "G"
-        elif name.part == "gate_up" and target.interleaved:
-            raise Refused(f"{pair.module}: the row order of a fused gate_up_proj per expert is not known here")
-        shapes = (name.part, pair.a.shape, pair.b.shape)
+        elif projection == "gate_up" and target.interleaved:
+            raise Refused(f"{module}: the row order of a fused gate_up_proj per expert is not known here")
+        shapes = (projection, a.shape, b.shape)
         rank = ranks.get(shapes)
         if rank is None:
             rank = ranks[shapes] = rank_of(pair)
             check_widths(pair, target, target.in_features, part.height)
-        scale = context.scale(pair.module, rank)
-        alike = (name.part, rank, scale, pair.a.dtype, pair.b.dtype)
+        scale = context.scale(module, rank)
+        alike = (projection, rank, scale, a.dtype, b.dtype)
         stack = stacks.get(alike) or stacks.setdefault(alike, _Stack(part, rank, scale))
-        stack.experts.append(name.expert)
-        stack.a.append(pair.a)
-        stack.b.append(pair.b)
+        stack.experts.append(expert)
+        stack.a.append(a)
+        stack.b.append(b)
     by_target: dict[str, list[_Stack]] = defaultdict(list)
     for stack in stacks.values():
         by_target[stack.part.target.name].append(stack)
