@@ -1,13 +1,14 @@
 """`modules_to_save` on modules that see tokens in other dimensions, or are given more than one tensor."""
 
 import copy
+import re
 
 import pytest
 import torch
 
 from adapter_writers import PREFIX, write_adapter
 from arch_world import logprobs, make, runnable
-from moelora import EngineOptions, PrefillEngine, Request
+from moelora import AdapterError, EngineOptions, PrefillEngine, Request
 from moelora.adapters.names import canonical
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue
@@ -58,3 +59,33 @@ def test_replaced_modules_equal_changed_weights(tmp_path, architecture, ending):
         for request, result in zip(requests, engine.score(requests), strict=True):
             expected = logprobs(models[request.adapter], request.token_ids)
             torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ending"),
+    [
+        ("muse_spark", "experts.post_expert_norm"),  # rows of one expert
+        ("qwen4_exp", "indexer.k_layernorm"),  # a row for several tokens
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_that_see_no_rows_of_tokens_are_refused_at_load(tmp_path, architecture, ending):
+    model_class, config = runnable(architecture)
+    make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    targets = build_catalogue(open_base(tmp_path / "model").skeleton()).targets
+    name = next(name for name in targets if name.endswith(ending))
+    tensors = {f"{PREFIX}{name}.weight": torch.rand(targets[name].shape)}
+    write_adapter(tmp_path / "one", tensors, r=2, target_modules=[], modules_to_save=[name])
+    with pytest.raises(AdapterError, match=re.escape(f"{name} sees a tensor of shape")):
+        PrefillEngine(tmp_path / "model", adapters={"one": tmp_path / "one"}, options=EngineOptions(device="cpu"))
+    # One request at a time has nobody to be told apart from.
+    options = EngineOptions(device="cpu", max_requests=1)
+    engine = PrefillEngine(tmp_path / "model", adapters={"one": tmp_path / "one"}, options=options)
+    ids = list(range(3, 43))
+    (result,) = engine.score([Request(token_ids=ids, adapter="one")])
+    model = model_class.from_pretrained(tmp_path / "model").eval()
+    base = logprobs(model, ids)
+    model.get_submodule(name).weight.data.copy_(tensors[f"{PREFIX}{name}.weight"])
+    expected = logprobs(model, ids)
+    torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
+    assert (expected - base).abs().max() > 1e-3

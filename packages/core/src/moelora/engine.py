@@ -49,8 +49,9 @@ from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result
 from moelora.versions import versions
 
-_KERNEL_TOKENS = 96
-"""Longer than the chunks of 64 tokens that kernels of linear attention cut a request into."""
+_TOGETHER_TOKENS = (101, 50)
+"""Of two requests in one batch: one longer than the chunks of 64 tokens that kernels of linear attention cut a request
+into. Their sum is a prime, as `_PROBE_TOKENS` is."""
 
 _PROBE_TOKENS = 149
 """A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for."""
@@ -466,16 +467,22 @@ class PrefillEngine:
             raise CheckpointError(
                 f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
             ) from error
-        self._installed.finish()
-        if self._base.functions and self._capacity.max_requests > 1 and self._capacity.max_tokens > 1:
-            self._try_kernels(eager)
+        self._installed.check_calls()
+        depends_on_others = bool(self._base.functions) or bool(self._bank.layout.replaced)
+        if depends_on_others and self._capacity.max_requests > 1 and self._capacity.max_tokens > 1:
+            self._try_together(eager)
+        self._installed.checking = False
 
     @torch.inference_mode()
-    def _try_kernels(self, eager: EagerRunner) -> None:
-        """Two requests in one batch: kernels that know boundaries show it now, so that all batches run alike."""
-        first = min(_KERNEL_TOKENS, self._capacity.max_tokens - 1)
-        second = min(_KERNEL_TOKENS // 2, self._capacity.max_tokens - first)
-        ids = tuple(i % self.vocab_size for i in range(_KERNEL_TOKENS))
+    def _try_together(self, eager: EagerRunner) -> None:
+        """Two requests in one batch: what cannot tell them apart shows it now.
+
+        Kernels that know boundaries are then used for all batches alike, and modules that some adapter replaces must
+        see rows of tokens.
+        """
+        first = min(_TOGETHER_TOKENS[0], self._capacity.max_tokens - 1)
+        second = min(_TOGETHER_TOKENS[1], self._capacity.max_tokens - first)
+        ids = tuple(i % self.vocab_size for i in range(first))
         requests = [
             Tokens(request=0, adapter=BASE_ADAPTER, token_ids=ids[:n], runs=(), top_k=0) for n in (first, second)
         ]

@@ -30,8 +30,10 @@ class InstalledLora:
         self.targets = frozenset(targets)
         self.called: set[str] = set()
         self.projections = Projections(self.called)
+        self.checking = True
+        """While the engine runs its own small batches, in which what cannot be applied is to be refused."""
 
-    def finish(self) -> None:
+    def check_calls(self) -> None:
         """After the first forward. Raises `AdapterError` naming targets whose LoRA would have no effect."""
         self.projections.finish()
         dead = sorted(self.targets - self.called)
@@ -65,7 +67,7 @@ def install_lora(model: torch.nn.Module, catalogue: Catalogue, bank: AdapterBank
     for owner, by_parameter in experts.items():
         _install_experts(modules[owner], owner, by_parameter, installed)
     for name in sorted(bank.layout.replaced):
-        install_replacement(modules[name], name, bank, installed.called)
+        install_replacement(modules[name], name, bank, installed)
     return installed
 
 

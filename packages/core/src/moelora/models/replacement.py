@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -14,13 +14,16 @@ from moelora.models.context import current_context
 from moelora.models.cuts import tensors_of
 from moelora.models.weak_methods import weakly
 
+if TYPE_CHECKING:
+    from moelora.models.lora import InstalledLora
 
-def install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, called: set[str]) -> None:
-    """Takes over the forward of `module`. called: takes in its name at each call.
+
+def install_replacement(module: torch.nn.Module, name: str, bank: AdapterBank, installed: InstalledLora) -> None:
+    """Takes over the forward of `module`.
 
     Installed last: the rows of a slot that replaces a target have no factors there, so they skip its LoRA.
     """
-    module.forward = _Replacement(module, name, bank, called)
+    module.forward = _Replacement(module, name, bank, installed)
 
 
 class _Replacement:
@@ -30,23 +33,27 @@ class _Replacement:
     other dimension has. Norms may see `[1, T, heads, D]`, `[1, heads, T, D]` or `[T·heads, D]`.
     """
 
-    def __init__(self, module: torch.nn.Module, name: str, bank: AdapterBank, called: set[str]) -> None:
+    def __init__(self, module: torch.nn.Module, name: str, bank: AdapterBank, installed: InstalledLora) -> None:
         self._name = name
         self._bank = bank
-        self._called = called
+        self._installed = installed
         self._weight = module.get_parameter("weight")
         self._base = weakly(module.forward)
         self._plain = weakly(MethodType(type(module).forward, module))
         self._dims: dict[str, int | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._called.add(self._name)
-        meta = current_context().meta
+        self._installed.called.add(self._name)
+        context = current_context()
+        meta = context.meta
         out = self._base(*args, **kwargs)
         tokens = meta.token_slot_T.shape[0]
         self._learn((args, kwargs), "in", tokens)
         self._learn(out, "out", tokens)
         if not meta.has_lora:
+            several = context.segments is not None and len(context.segments.lengths or ()) > 1
+            if several and self._installed.checking:
+                self._check_rows((args, kwargs), out, tokens)
             return out
         for slot, weight in self._bank.replaced_slots(self._name):
             rows = (meta.token_slot_T == slot).nonzero()[:, 0]
@@ -56,6 +63,14 @@ class _Replacement:
                 args_of_rows, kwargs_of_rows = self._take((args, kwargs), rows, tokens)
                 self._put(out, self._run(weight, args_of_rows, kwargs_of_rows), rows, tokens)
         return out
+
+    def _check_rows(self, given: Any, out: Any, tokens: int) -> None:
+        """Raises `AdapterError` if requests of two adapters could not be told apart here."""
+        for path, x in tensors_of(given)[0].items():
+            if self._dims.get("in" + path, 0) is not None:
+                self._rows_of(x, "in" + path, tokens)
+        for path, x in tensors_of(out)[0].items():
+            self._rows_of(x, "out" + path, tokens)
 
     def _run(self, weight: torch.Tensor, args: Any, kwargs: Any) -> Any:
         own = self._weight.data
