@@ -81,7 +81,7 @@ class FakeEngine:
         self.max_positions: int | None = MAX_POSITIONS
         self.adapter_names = list(adapters or {})
         self.slots = options.slots or 8
-        self.eager_buckets: list[int] = []
+        self.eager_buckets: list[list[int]] = []
         self.attention_choice: dict[str, Any] = {}
         self.score_chunk_rows = 100
         self.options = options

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import moelora.engine
+import moelora.graphs.captured as captured
 import moelora.graphs.select
 import moelora.models.base_model
 import moelora.options
@@ -269,9 +270,21 @@ def test_auto_measures_every_bucket_once(world, eager, monkeypatch):
     assert all((p["mode"] == "eager") or p["bucket"] not in slower for p in engine.report()["passes"])
 
 
+def test_long_requests_leave_graphs_that_are_no_faster(world, monkeypatch):
+    """Where a backend has a faster attention for known lengths, and eager and replay take the same time."""
+    monkeypatch.setattr(captured, "_seconds", lambda work, device: 1.0)
+    monkeypatch.setattr(CapturableTorchBackend, "long_request_tokens", 20)
+    engine = make_engine(world, monkeypatch, GraphMode.AUTO)
+    assert engine.eager_buckets == [[bucket, 20] for bucket in BUCKETS]
+    short, long = engine.score([row(19, "both"), row(19)])[0], engine.score([row(20), row(20, "both")])[1]
+    assert short.mode is RunMode.FULL
+    assert long.mode is RunMode.EAGER
+    assert engine.report()["eager_reasons"]["eager_faster"] == 1
+
+
 def test_the_choice_of_auto_can_be_taken_over(world, eager, monkeypatch):
     engine = make_engine(world, monkeypatch, GraphMode.AUTO)
-    for chosen, mode in (([48], RunMode.EAGER), ([], RunMode.FULL)):
+    for chosen, mode in (([[48, 30]], RunMode.EAGER), ([[48, 31]], RunMode.FULL), ([], RunMode.FULL)):
         engine.eager_buckets = chosen
         assert engine.eager_buckets == chosen
         (result,) = engine.score([row(30, "both")])

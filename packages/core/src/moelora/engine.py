@@ -172,17 +172,20 @@ class PrefillEngine:
         return self._bank.num_slots
 
     @property
-    def eager_buckets(self) -> list[int]:
-        """Buckets, in tokens, that `GraphMode.AUTO` measured to be faster without a graph.
+    def eager_buckets(self) -> list[list[int]]:
+        """Buckets, in tokens, that `GraphMode.AUTO` measured to be faster without a graph, in ascending order.
+
+        Each is a pair with the fewest tokens of a batch's longest request from which on it is: 1 is every batch.
 
         Set it to what another process measured, and both choose the same kernels and give the same bits.
         """
-        return sorted(self._runner.eager_buckets) if isinstance(self._runner, CapturedRunner) else []
+        found = self._runner.eager_buckets if isinstance(self._runner, CapturedRunner) else {}
+        return [[bucket, tokens] for bucket, tokens in sorted(found.items())]
 
     @eager_buckets.setter
-    def eager_buckets(self, buckets: Iterable[int]) -> None:
+    def eager_buckets(self, buckets: Iterable[list[int]]) -> None:
         if isinstance(self._runner, CapturedRunner):
-            self._runner.eager_buckets = frozenset(buckets)
+            self._runner.eager_buckets = {pair[0]: pair[1] for pair in buckets}
 
     @property
     def attention_choice(self) -> AttentionChoices:

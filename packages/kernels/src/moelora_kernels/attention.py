@@ -232,6 +232,12 @@ class PackedAttention:
             settled.reason = "it was not faster"
 
     @property
+    def long_request_tokens(self) -> int | None:
+        """From where on FlashAttention 4 runs batches of known lengths, while full graphs hold our own kernel."""
+        found = [s.requests for s in self._settled.values() if s.requests is not None and s.buckets is None]
+        return max(found, default=None)
+
+    @property
     def choices(self) -> AttentionChoices:
         """As `Backend.attention_choice`."""
         return {str(shape): {"requests": one.requests, "buckets": one.buckets} for shape, one in self._settled.items()}

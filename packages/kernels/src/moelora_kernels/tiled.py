@@ -275,6 +275,10 @@ class TiledBackend(Backend):
     def attention_choice(self, choices: AttentionChoices) -> None:
         self._attention.choices = choices
 
+    @property
+    def long_request_tokens(self) -> int | None:
+        return self._attention.long_request_tokens
+
     def attention_report(self) -> list[dict[str, Any]]:
         return self._attention.report()
 

@@ -328,6 +328,12 @@ class Backend(ABC):
     def attention_choice(self, choices: AttentionChoices) -> None:
         return None
 
+    @property
+    def long_request_tokens(self) -> int | None:
+        """From how many tokens of a batch's longest request on attention is faster with known lengths than in a full
+        graph; None for never."""
+        return None
+
     def attention_report(self) -> list[dict[str, Any]]:
         """What was settled and why, for the report: JSON types alone, an entry for each attention of the model."""
         return []

@@ -20,7 +20,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
         "experts",
         r"grouped_product|^combine|count_bins|sum_blocks|start_bins|scatter_items|list_tiles|grouped_mm|Grouped",
     ),
-    ("experts", r"topk|TopK|bitonicSort|radixSort|RadixSort|softmax|SoftMax|route"),
+    ("experts", r"top_?k|TopK|bitonicSort|radixSort|RadixSort|softmax|SoftMax|route"),
     ("attention", r"^attend|end_tiles|find_tiles|flash|fmha|[Aa]ttention"),
     ("small", r"rms_norm|rotary|gated_activation|layer_norm"),
     ("dense", r"projections|gemm|nvjet|cutlass|xmma|cublas|splitKreduce"),

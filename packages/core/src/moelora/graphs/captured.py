@@ -29,6 +29,8 @@ _TYPICAL_TOKENS = 256
 _EAGER_WINS = 0.97
 """Share of a replay's time that eager must stay under: within timing noise a graph is the better, for it leaves the
 host idle, and its memory is taken anyway."""
+_AS_FAST = 1.03
+"""Share of a replay's time up to which eager counts as taking the same."""
 
 _GRAPHS: dict[GraphMode, type[FullGraph] | type[BreakableGraph]] = {
     GraphMode.FULL: FullGraph,
@@ -76,8 +78,9 @@ class CapturedRunner(GraphRunner):
         self._say = on_event
         self._inputs = StaticInputs(phase, capacity, base.device)
         self._graphs: dict[tuple[int, bool], FullGraph | BreakableGraph] = {}
-        self.eager_buckets: frozenset[int] = frozenset()
-        """Buckets that run eagerly because that was measured to be faster."""
+        self.eager_buckets: dict[int, int] = {}
+        """Buckets that run eagerly because that was measured to be faster, each with the fewest tokens of the batch's
+        longest request from which on: 1 is every batch."""
 
     def capture(self) -> None:
         """Captures all buckets, the largest first, so that smaller ones find room in the shared pool."""
@@ -112,7 +115,7 @@ class CapturedRunner(GraphRunner):
             buckets=self.buckets,
             capacity=self._capacity,
         )
-        if admission.bucket in self.eager_buckets:
+        if admission.bucket in self.eager_buckets and max(batch.lengths) >= self.eager_buckets[admission.bucket]:
             return Admission(bucket=None, reason=EagerReason.EAGER_FASTER)
         return admission
 
@@ -134,7 +137,13 @@ class CapturedRunner(GraphRunner):
 
     @torch.inference_mode()
     def measure(self) -> None:
-        """Times replay against eager at every bucket and keeps the clearly faster; the table is in `timings`."""
+        """Times replay against eager at every bucket and keeps the clearly faster; the table is in `timings`.
+
+        Where both take the same time, long requests run eagerly if attention then has a faster kernel than a full
+        graph, which is captured for requests of any length.
+        """
+        long = self._backend.long_request_tokens if self.mode is GraphMode.FULL else None
+        self.eager_buckets = {}
         for bucket in self.buckets:
             batch = self._synthetic(bucket)
             eager = EagerRunner(self._base, self._backend, self._phase, EagerReason.EAGER_FASTER)
@@ -145,7 +154,10 @@ class CapturedRunner(GraphRunner):
                 graph_s=_seconds(partial(graph.replay, live), self._base.device),
             )
             self.timings.append(timing)
-        self.eager_buckets = frozenset(t.bucket for t in self.timings if t.eager_s < _EAGER_WINS * t.graph_s)
+            if timing.eager_s < _EAGER_WINS * timing.graph_s:
+                self.eager_buckets[bucket] = 1
+            elif long is not None and timing.eager_s < _AS_FAST * timing.graph_s:
+                self.eager_buckets[bucket] = long
 
     def _ready(self, batch: PackedBatch, bucket: int) -> tuple[FullGraph | BreakableGraph, LoraMetadata, Segments]:
         """Fills the static buffers with `batch`; returns what reads them: graph, metadata, live segments."""

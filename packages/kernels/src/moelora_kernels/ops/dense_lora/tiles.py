@@ -79,7 +79,7 @@ def pick_tile_rows(tokens: int) -> int:
     32 KB for 4 KB of B at rank 16) and small enough to fill the device. The order of accumulation does not depend on
     it.
     """
-    for rows, least in ((64, 4096), (32, 1024)):
+    for rows, least in ((64, 4096), (32, 512)):
         if tokens >= least:
             return rows
     return 16
