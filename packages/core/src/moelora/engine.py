@@ -49,12 +49,11 @@ from moelora.scoring.results import ResultBuilder
 from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result
 from moelora.versions import versions
 
-_TOGETHER_TOKENS = (101, 50)
-"""Of two requests in one batch: one longer than the chunks of 64 tokens that kernels of linear attention cut a request
-into. Their sum is a prime, as `_PROBE_TOKENS` is."""
-
 _PROBE_TOKENS = 149
-"""A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for."""
+"""A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for.
+
+Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
+"""
 
 _REPORTED = (
     *("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors", "flash-attn-4"),
@@ -454,7 +453,7 @@ class PrefillEngine:
 
     def _check_installed(self) -> None:
         """One small base-only batch: shows that the model runs and that it reaches every adapted target."""
-        length = min(_PROBE_TOKENS, self._capacity.max_tokens, self._max_positions or _PROBE_TOKENS)
+        length = _prime(min(_PROBE_TOKENS, self._capacity.max_tokens, self._max_positions or _PROBE_TOKENS))
         probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0,) * length, runs=(), top_k=0)
         eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
         try:
@@ -483,10 +482,16 @@ class PrefillEngine:
         Kernels that know boundaries are then used for all batches alike, and modules that some adapter replaces must
         see rows of tokens.
         """
-        first = min(_TOGETHER_TOKENS[0], self._capacity.max_tokens - 1)
-        second = min(_TOGETHER_TOKENS[1], self._capacity.max_tokens - first)
-        ids = tuple(i % self.vocab_size for i in range(first))
+        total = _prime(min(_PROBE_TOKENS, self._capacity.max_tokens))
+        second = max(total // 3, 1)
+        ids = tuple(i % self.vocab_size for i in range(total))
         requests = [
-            Tokens(request=0, adapter=BASE_ADAPTER, token_ids=ids[:n], runs=(), top_k=0) for n in (first, second)
+            Tokens(request=0, adapter=BASE_ADAPTER, token_ids=ids[:n], runs=(), top_k=0)
+            for n in (total - second, second)
         ]
         eager.run(pack(requests, {}, self._device))
+
+
+def _prime(most: int) -> int:
+    """The largest prime up to `most`, or 1."""
+    return next((n for n in range(most, 1, -1) if all(n % i for i in range(2, n))), 1)

@@ -66,11 +66,11 @@ class _Replacement:
 
     def _check_rows(self, given: Any, out: Any, tokens: int) -> None:
         """Raises `AdapterError` if requests of two adapters could not be told apart here."""
-        for path, x in tensors_of(given)[0].items():
-            if self._dims.get("in" + path, 0) is not None:
-                self._rows_of(x, "in" + path, tokens)
-        for path, x in tensors_of(out)[0].items():
-            self._rows_of(x, "out" + path, tokens)
+        for side, tree in (("in", given), ("out", out)):
+            for path, x in tensors_of(tree)[0].items():
+                known = side + path in self._dims  # unless another dimension has as many as the batch has tokens
+                if known and (side == "out" or self._dims[side + path] is not None):
+                    self._rows_of(x, side + path, tokens)
 
     def _run(self, weight: torch.Tensor, args: Any, kwargs: Any) -> Any:
         own = self._weight.data
