@@ -121,9 +121,7 @@ def scatter_items(
     live = _live(p_live, tokens, HAS_LIVE)
     o_i = i_block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     b_key, b_item, b_slot = _keys(o_i, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
-    o_j = i_block * BLOCK + tl.arange(0, BLOCK)
-    b_other, _, _ = _keys(o_j, p_ids, p_slot, p_order, live, count, K, last, num_slots, PAIRS, HAS_SLOT)
-    m_before = (b_other[None, :] == b_key[:, None]) & (o_j[None, :] < o_i[:, None])  # [BLOCK, BLOCK]
+    m_before = (b_key[None, :] == b_key[:, None]) & (o_i[None, :] < o_i[:, None])  # [BLOCK, BLOCK]
     m_i = o_i < count
     b_row = tl.load(p_start + b_key, mask=m_i, other=0) + tl.sum(m_before.to(tl.int32), 1)
     b_row += tl.load(p_count + b_key * blocks + i_block, mask=m_i, other=0)
