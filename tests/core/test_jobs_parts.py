@@ -151,6 +151,15 @@ def test_a_part_that_was_cut_or_changed_is_scored_again(whole, tmp_path):
         assert 0 < len(engine.scored) <= REQUESTS
 
 
+def test_a_part_under_the_name_of_another_is_no_part(whole, tmp_path):
+    run(tmp_path, CountingEngine())
+    shutil.copy(tmp_path / "part-00000003.jsonl", tmp_path / "part-00000001.jsonl")
+    with pytest.raises(ConfigError, match=r"part-00000001.jsonl is damaged"):
+        list(merge_lines(tmp_path))
+    run(tmp_path, CountingEngine())
+    assert b"".join(merge_lines(tmp_path)) == whole[0]
+
+
 def begun(folder: Path, fingerprint=PRINT, **shard) -> PartStore:
     store = PartStore(folder, **shard)
     store.begin(fingerprint)

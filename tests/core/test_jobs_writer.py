@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,30 @@ def test_a_failure_leaves_neither_a_new_file_nor_a_changed_one(tmp_path: Path):
             write_and_stop(stop)
     assert path.read_bytes() == b"old\n"
     assert names(tmp_path) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("lines", [1, 100], ids=["at the end", "on the way"])
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path, name: str, lines: int, monkeypatch):
+    """A limit on the size of files, in place of a full disk: it fails in the same calls."""
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+        monkeypatch.setattr("moelora.jobs.parquet._GROUP_ROWS", 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    row = {"id": "x" * 5000, "metadata": None, "error": os.urandom(2000).hex()}
+
+    def write_too_much() -> None:
+        with open_output(tmp_path / name, BytesIO()) as sink:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+            for _ in range(lines):
+                sink.write(encode_row(row))
+
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/{name}'"):
+            write_too_much()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
 
 
 def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path):

@@ -35,3 +35,8 @@ def choose_from(what: str, given: str, valid: Iterable[str]) -> str:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
     return f"unknown {what} {given!r}.{hint} Valid: {shown or '(none)'}"
+
+
+def named(error: OSError, name: object) -> OSError:
+    """`error` with the name of its file, which errors of a file that is open do not say."""
+    return OSError(error.errno, error.strerror or str(error), str(name))

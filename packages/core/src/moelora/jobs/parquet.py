@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from moelora.errors import ConfigError, InputError
+from moelora.errors import ConfigError, InputError, named
 
 ENDING = ".parquet"
 _BATCH_ROWS = 1024
@@ -141,7 +141,10 @@ class ParquetSink:
 
     def _flush(self) -> None:
         if self._lines:
-            self._writer.write_table(_table(self._lines, self._schema))
+            try:
+                self._writer.write_table(_table(self._lines, self._schema))
+            except OSError as error:
+                raise named(error, self._final) from error
             self._lines.clear()
             self._bytes = 0
 
@@ -154,6 +157,8 @@ class ParquetSink:
                 with self._temporary.open("rb") as file:
                     os.fsync(file.fileno())
                 os.replace(self._temporary, self._final)
+        except OSError as error:
+            raise named(error, self._final) from error
         finally:
             self._temporary.unlink(missing_ok=True)
 

@@ -246,7 +246,7 @@ class PartStore:
         return sorted(filter(self.mine, found))
 
     def _path(self, window: int) -> Path:
-        return self.folder / f"part-{window:08}.jsonl"
+        return self.folder / _part_name(window)
 
 
 def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
@@ -301,6 +301,10 @@ def _body_facts(lines: Iterable[bytes]) -> dict[str, int]:
     return {"bytes": size, "crc32": check}
 
 
+def _part_name(window: int) -> str:
+    return f"part-{window:08}.jsonl"
+
+
 def _run_name(manifest: Mapping[str, Any]) -> str:
     """What parts call their run: a worker whose parent was killed may outlive it, and leave its part to the next."""
     return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
@@ -315,7 +319,8 @@ def _part_lines(path: Path, run: str) -> Iterator[bytes]:
     with path.open("rb") as file:
         try:
             header = json.loads(file.readline())
-            expected = (header["bytes"], header["crc32"]) if header["run"] == run else (-1, -1)
+            own = (header["run"], path.name) == (run, _part_name(header["window"]))
+            expected = (header["bytes"], header["crc32"]) if own else (-1, -1)
         except (ValueError, TypeError, KeyError):
             expected = (-1, -1)
         for line in file:
@@ -351,7 +356,7 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
 
 def _all_lines(folder: Path, count: int, run: str) -> Iterator[bytes]:
     for window in range(count):
-        yield from _part_lines(folder / f"part-{window:08}.jsonl", run)
+        yield from _part_lines(folder / _part_name(window), run)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -7,12 +7,12 @@ import math
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
-from moelora.errors import ConfigError
+from moelora.errors import ConfigError, named
 from moelora.jobs.parquet import ENDING, ParquetSink, require_pyarrow
 
 _REFUSED_ENDINGS = (".arrow", ".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -57,21 +57,25 @@ class AtomicFile:
 
     def write(self, line: bytes) -> None:
         """Takes one line, with its end."""
-        self._file.write(line)
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise named(error, self._final) from error
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         try:
             if kind is None:
-                self._file.flush()
-                if self._lasting:
-                    os.fsync(self._file.fileno())
-            self._file.close()
-            if kind is None:
+                with _named(self._final):
+                    self._file.flush()
+                    if self._lasting:
+                        os.fsync(self._file.fileno())
+                    self._file.close()
                 os.replace(self._temporary, self._final)
                 if self._lasting:
                     _sync_folder(self._final.parent)
         finally:
-            self._file.close()
+            with suppress(OSError):  # tries once more to write what is left
+                self._file.close()
             self._temporary.unlink(missing_ok=True)
 
 
@@ -196,12 +200,11 @@ def _finite(value: Any, where: str, bad: list[str]) -> Any:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Errors of a file that is open do not say which it is; these do."""
+def _named(name: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, name) from error
+        raise named(error, name) from error
 
 
 def _sync_folder(folder: Path) -> None:
