@@ -47,6 +47,7 @@ def test_a_killed_run_goes_on_to_the_same_file(command: Command):
                 time.sleep(0.01)
             process.kill()
         assert not command.output.exists()
+    (command.folder / ".out.jsonl.0123abcd.tmp").write_text("killed while the output was written")
     done = command()
     assert done.code == 0
     assert re.search(r"going on with \d finished parts in .*/out.jsonl.parts\n", done.stderr)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelora.errors import ConfigError
-from moelora.jobs.writer import check_output, encode_row, finite_row, open_output, write_whole
+from moelora.jobs.writer import check_output, clear_drafts, encode_row, finite_row, open_output, write_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -67,6 +67,19 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path, name: s
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
+
+
+def test_what_killed_processes_left_of_a_file_is_found_by_its_name(tmp_path: Path):
+    others = [
+        ".out.jsonl.0123abcd.tmp.bak",
+        ".out.jsonl.0123.tmp",
+        ".x-out.jsonl.0123abcd.tmp",
+        ".outsjsonl.0123abcd.tmp",
+    ]
+    for name in (".out.jsonl.0123abcd.tmp", ".out.jsonl.ffffffff.tmp", "out.jsonl", *others):
+        (tmp_path / name).write_bytes(b"")
+    clear_drafts(tmp_path / "out.jsonl")
+    assert names(tmp_path) == sorted(["out.jsonl", *others])
 
 
 def test_the_file_has_the_permissions_of_any_new_file(tmp_path: Path):

@@ -101,9 +101,11 @@ def parts_are_safe(store: PartStore) -> str:
 def write_output(folder: Path, output: str | Path) -> None:
     """Puts the parts in `folder` together into `output`; "-" is standard output."""
     from moelora.jobs.parts import merge_lines
-    from moelora.jobs.writer import open_output
+    from moelora.jobs.writer import clear_drafts, open_output
 
     lines = merge_lines(folder)
+    if folder == parts_folder(Path(output)):  # held by this run, which no other writes the output of
+        clear_drafts(output)
     with open_output(output, sys.stdout.buffer) as file:
         for line in lines:
             file.write(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -156,6 +157,15 @@ def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
     if Path(path).exists() and not Path(path).is_file():
         return StreamSink(Path(path).open("wb"), name=str(path), owned=True)
     return ParquetSink(path) if str(path).lower().endswith(ENDING) else AtomicFile(path)
+
+
+def clear_drafts(path: str | Path) -> None:
+    """Removes what killed processes left of `path` before it was whole; for one that alone writes it."""
+    final = Path(os.path.realpath(path))
+    draft = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.tmp")
+    for other in final.parent.iterdir():
+        if draft.fullmatch(other.name):
+            other.unlink(missing_ok=True)
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
