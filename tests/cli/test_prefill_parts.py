@@ -226,6 +226,21 @@ def test_a_killed_worker_loses_nothing(command: Command):
     assert (command.folder / "two.jsonl").read_bytes() == command.output.read_bytes()
 
 
+def test_workers_get_adapters_by_whatever_name_and_however_many(command: Command):
+    (command.folder / "adapters").mkdir()
+    names = ["lr=1e-4", "-dash", "a b", "😀", *(f"a{i:05}" + "x" * 100 for i in range(2_000))]
+    for name in names:
+        (command.folder / "adapters" / name).mkdir()
+        (command.folder / "adapters" / name / "adapter_config.json").write_text("{}")
+    command.input.write_text(json.dumps({"prompt_token_ids": [20, 21], "adapter": [*names[:5], "twin"]}))
+    more = ["--adapters", "adapters", "--adapters", "twin=adapters/a b"]
+    done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2", *more,
+               cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (command.folder / "two.jsonl").read_text().splitlines()]
+    assert [row["adapter"] for row in rows] == [*names[:5], "twin"]
+
+
 def test_workers_that_are_refused_say_why(command: Command):
     done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
                "--adapters", "A=/broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip

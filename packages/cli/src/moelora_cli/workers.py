@@ -152,8 +152,11 @@ class _Shown:
 def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:
     arguments = ["prefill", options["model"], "--input", options["input_"], "--output", options["output"], "--quiet"]
     arguments += ["--worker", str(private / "facts.json")]
-    for name, path in adapters.items():
-        arguments += ["--adapters", f"{name}={path}"]
+    if adapters:  # as a list: a name may hold "=", and thousands of them do not fit on a command line
+        listed = private / "adapters.jsonl"
+        entries = ({"name": name, "path": str(path.absolute())} for name, path in adapters.items())
+        listed.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        arguments += ["--adapters", str(listed)]
     arguments += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if options[flag]]
     for name in _VALUES:
         if options[name] is not None:
