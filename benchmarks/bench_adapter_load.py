@@ -3,7 +3,7 @@
 Onto the host, and with a CUDA device on into a slot there. The first load of a process stands by itself: it makes the
 memory that later ones find made. Then one load by part, and what copies alone take.
 
-    python benchmarks/bench_adapter_load.py [--shape FOLDER] [--rank 16] [--layers N] [--folder FOLDER] [--profile]
+    python benchmarks/bench_adapter_load.py [--shape FOLDER] [--rank 16] [--layers N] [--folder FOLDER] [--workers N]
 
 Makes the adapter once in a temporary folder (or in --folder, which is then kept). Some targets are compared with the
 tensors of the file, product by product, as they came onto the host and into the slot.
@@ -26,6 +26,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from moelora.adapters import loader
 from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, Factors
@@ -40,7 +41,6 @@ from moelora.models.catalogue import build_catalogue
 SHAPES = Path(__file__).parent / "shapes"
 PREFIX = "base_model.model."
 ALPHA = 32
-THREADS = min(8, cpu_count())
 CHUNK = 4 << 20
 
 
@@ -52,8 +52,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the adapter is made, or found from an earlier run")
+    parser.add_argument("--workers", type=int, default=loader.MOST_WORKERS, help="threads that read values, at most")
     parser.add_argument("--profile", action="store_true", help="the functions that take longest, after the times")
     options = parser.parse_args()
+    loader.MOST_WORKERS = options.workers
     with cut_to_layers(options.shape, options.layers, "dummy") as shape, tempfile.TemporaryDirectory() as made:
         catalogue = build_catalogue(open_base(shape, load_format="dummy").skeleton())
         folder = options.folder or Path(made)
@@ -93,6 +95,7 @@ class Bench:
         self.folder = folder
         self.catalogue = catalogue
         self.adapter: Adapter | None = None
+        self.threads = min(loader.MOST_WORKERS, cpu_count())
         self.size = (folder / WEIGHTS_NAME).stat().st_size
         outline = outline_adapter(folder, name="bench", catalogue=catalogue, dtype=torch.bfloat16)
         self.canonical = outline.nbytes
@@ -111,7 +114,7 @@ class Bench:
                 pass
         return (
             f"{count:,} tensors, {self.size / 1e9:.2f} GB, {self.canonical / 1e9:.2f} in canonical form; "
-            f"{THREADS} threads of {cpu_count()} cores"
+            f"{self.threads} threads of {cpu_count()} cores"
         )
 
     def line(self, seconds: tuple[float, float]) -> str:
@@ -155,7 +158,7 @@ class Bench:
         parts = {
             "config and headers": read - began,
             "names: what each tensor is, and whether it fits": planned - read,
-            f"values, by {THREADS} threads: read, scaled, checked": on_host - (planned - began),
+            f"values, by {self.threads} threads: read, scaled, checked": on_host - (planned - began),
         }
         return parts if self.bank is None else {**parts, "copies into the slot": in_slot - on_host}
 
@@ -188,7 +191,7 @@ class Bench:
 
         found = {}
         places = range(0, self.size, CHUNK)
-        for threads in sorted({1, THREADS}):
+        for threads in sorted({1, self.threads}):
             with one_core_threads(threads) as pool:
                 for _ in range(2):  # the second time into memory that is there, from a file that is mapped
                     began = time.perf_counter()

@@ -23,8 +23,10 @@ from moelora.errors import AdapterError, choose_from
 BaseWeight = Callable[[str], torch.Tensor | None]
 """Gives a parameter or buffer of the base model by its full name, or None."""
 
+MOST_WORKERS = 8
+"""Threads that read the values of one adapter: about as many as it takes to keep a processor's memory busy."""
+
 _SHOWN_PROBLEMS = 8
-_MOST_WORKERS = 8
 _PARALLEL_NUMEL = 1 << 24
 _SIGN_BIT = 1 << 15
 _CACHED_NUMEL = 1 << 18
@@ -152,7 +154,7 @@ def _load(
 
 def _map(make: Callable[[Plan], Factors], plans: Sequence[Plan]) -> list[Factors]:
     """`make` of every plan, by several threads where that is worth it: most of the time is copies."""
-    workers = min(_MOST_WORKERS, cpu_count(), len(plans))
+    workers = min(MOST_WORKERS, cpu_count(), len(plans))
     if workers < 2 or sum(plan.numel for plan in plans) < _PARALLEL_NUMEL:
         return [make(plan) for plan in plans]
     with one_core_threads(workers) as pool:
