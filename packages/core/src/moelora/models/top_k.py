@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moelora.backends.base import FusedOps
+from moelora.models.weak_methods import weakly
 
 _CALL = "topk("
 _BEYOND = ("torch.", "transformers.generation.", "transformers.modeling_utils")
@@ -30,7 +31,7 @@ def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
             methods[cls] = _methods(cls)
         names = methods[cls]
         for name in names:
-            setattr(module, name, _wrapped(getattr(module, name), ops))
+            setattr(module, name, _wrapped(weakly(getattr(module, name)), ops))
         if names:
             found.append(cls.__name__)
     return found
