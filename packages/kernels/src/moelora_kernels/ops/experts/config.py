@@ -47,8 +47,8 @@ _SMALL = MoeConfig(
 )
 _LARGE = MoeConfig(
     block_m=128,
-    up=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
-    down=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=4),
+    up=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=8),
+    down=ProductConfig(block_n=256, block_k=64, warps=8, stages=3, group=8),
     shrink=_SHRINK,
 )
 _FLOAT32 = MoeConfig(
