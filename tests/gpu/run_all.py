@@ -21,7 +21,7 @@ PYTEST = [
     sys.executable,
     "-m",
     "pytest",
-    "-q",
+    "-v",  # so that a run that is cut short has named its failures
     "-rsP",
     "--tb=short",
     "-p",
@@ -29,7 +29,7 @@ PYTEST = [
     "tests/gpu",
     "--timeout",
 ]
-BENCHMARKS = ("experts", "lora_gemm", "dense_lora", "attention", "many_adapters")
+BENCHMARKS = ("experts", "lora_gemm", "dense_lora", "attention", "adapter_load", "many_adapters")
 
 
 @dataclass(frozen=True, slots=True)
