@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from adapter_writers import PREFIX, AdapterWriter, catalogue_of, delta_of
 from moelora.adapters.base import Adapter, Catalogue, Target, TargetKind
 from moelora.adapters.layouts.base import put_scaled
 from moelora.adapters.loader import load_adapter
-from moelora.environment import one_core_threads
 from moelora.errors import AdapterError
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -437,28 +434,3 @@ def test_threads_change_nothing(qwen3: Catalogue, tmp_path: Path, monkeypatch: p
     for name, factors in together.factors.items():
         assert torch.equal(factors.a, alone.factors[name].a)
         assert torch.equal(factors.b, alone.factors[name].b)
-
-
-def test_pools_that_begin_together_leave_the_number_of_threads_alone() -> None:
-    """torch has a number for threads to come: what one pool sets for its own must never reach another's."""
-    wanted = torch.get_num_threads() + 2
-    inside: list[int] = []
-
-    def run() -> None:
-        with one_core_threads(3) as pool:
-            inside.extend(pool.map(lambda _: torch.get_num_threads(), range(9)))
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
-    try:
-        for _ in range(5):
-            callers = [threading.Thread(target=run) for _ in range(4)]
-            for caller in callers:
-                caller.start()
-            for caller in callers:
-                caller.join()
-            with ThreadPoolExecutor(1) as fresh:
-                assert fresh.submit(torch.get_num_threads).result() == torch.get_num_threads() == wanted
-    finally:
-        torch.set_num_threads(before)
-    assert set(inside) == {1}

@@ -10,10 +10,9 @@ import pytest
 
 import moelora.jobs.writer as writer
 from fake_engine import FakeEngine
-from moelora.environment import device_of_place
 from moelora.errors import ConfigError
 from moelora.jobs.fingerprint import changed, run_fingerprint
-from moelora.jobs.parts import PartStore, local_place, merge_lines, parse_shard
+from moelora.jobs.parts import PartStore, merge_lines
 from moelora.jobs.rows import parse_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.stats import JobStats
@@ -372,42 +371,3 @@ def test_windows_are_cut_by_requests_not_by_rows():
     job = PrefillJob(FakeEngine(adapters={"A": "/a", "B": "/b"}), TextEncoder(None), JobOptions(with_base=True))
     given = [b"{}", b'{"prompt": "a"}', b'{"prompt": "a", "adapter": "A"}', b'{"prompt": "a", "adapter": ["A", "*"]}']
     assert [job.requests_of(row) for row in parse_rows(enumerate(given))] == [1, 3, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("text", "environment", "expected"),
-    [
-        (None, {}, None),
-        ("1/4", {}, (1, 4)),
-        ("auto", {"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
-        ("auto", {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, (0, 1)),
-    ],
-)
-def test_parse_shard(text, environment, expected):
-    assert parse_shard(text, environment) == expected
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, (3, 8)),
-        ({"SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2"}, (1, 2)),
-        ({"SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2(x3)"}, None),
-        ({"LOCAL_RANK": "3"}, None),
-    ],
-)
-def test_the_place_on_a_machine(environment, expected):
-    assert local_place(environment) == expected
-
-
-def test_each_place_has_a_gpu_of_its_own_where_there_are_enough(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert [device_of_place(n) for n in range(3)] == ["cuda:0", "cuda:1", "auto"]
-
-
-@pytest.mark.parametrize("text", ["4/4", "-1/2", "1", "a/b", "1/0", "auto"])
-def test_bad_shards(text):
-    with pytest.raises(ConfigError, match="shard"):
-        parse_shard(text, {})

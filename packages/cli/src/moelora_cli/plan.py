@@ -49,9 +49,9 @@ def plan(**options: Any) -> int:
 
 def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
-    from moelora.jobs.parts import parse_shard
     from moelora.jobs.reader import open_rows
     from moelora.jobs.rows import parse_rows
+    from moelora.jobs.shards import parse_shard
 
     if stdout is None:
         raise ConfigError("standard output is closed, and nothing else would be written")

@@ -76,8 +76,8 @@ def prefill(**options: Any) -> int:
 def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     """The command in its order: everything that can be refused cheaply comes before everything that costs."""
     from moelora.jobs.adapter_list import resolve_adapters
-    from moelora.jobs.parts import parse_shard
     from moelora.jobs.reader import open_rows
+    from moelora.jobs.shards import parse_shard
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
@@ -197,7 +197,7 @@ def _read_rows(source: str) -> Iterator[Row]:
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:
     from moelora.engine import PrefillEngine
     from moelora.environment import device_of_place, free_host_memory, freeze_objects
-    from moelora.jobs.parts import local_place
+    from moelora.jobs.shards import local_place
 
     chosen = engine_options_of(options)
     worker, place = worker_facts(options), local_place() if options["shard"] is not None else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import RLock
@@ -11,27 +10,24 @@ from typing import Any
 
 import torch
 
-from moelora.adapters.arena import Allocate
 from moelora.adapters.bank import AdapterBank, BankLayout
-from moelora.adapters.base import Adapter, Catalogue, check_fits
-from moelora.adapters.host import HostAdapters
-from moelora.adapters.loader import load_adapter
+from moelora.adapters.base import Adapter, Catalogue
+from moelora.adapters.given import host_adapters
 from moelora.adapters.residency import LOOK_AHEAD, Placement, Residency
 from moelora.backends.base import AttentionChoices, DenseSlots
-from moelora.batching.packing import pack
 from moelora.batching.planner import PlannedBatch, plan
-from moelora.batching.sequences import Sequence as Tokens
 from moelora.batching.slots import look_ahead
 from moelora.capacity import EagerReason
 from moelora.checks import check_request, count_tokens
-from moelora.environment import free_host_memory, resolve_device
-from moelora.errors import AdapterError, CheckpointError, RequestError
+from moelora.engine_report import engine_report
+from moelora.environment import resolve_device
+from moelora.errors import RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, first_mode, select_runner
-from moelora.memory import Sizing, choose_capacity, together
+from moelora.memory import Sizing, choose_capacity
 from moelora.meter import DeviceMeter, measure_largest_batch
-from moelora.models.base_model import BaseSource, load_base, open_base, resolve_dtype
+from moelora.models.base_model import load_base, open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
@@ -46,20 +42,8 @@ from moelora.options import (
 from moelora.pipeline import BatchPipeline, Turn
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
-from moelora.types import BASE_ADAPTER, BASE_SLOT, GraphMode, Phase, Request, Result
-from moelora.versions import versions
-
-_PROBE_TOKENS = 149
-"""A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for.
-
-Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
-"""
-
-_REPORTED = (
-    *("moelora", "moelora-kernels", "torch", "transformers", "triton", "safetensors", "flash-attn-4"),
-    *("flash-linear-attention", "causal-conv1d"),
-)
-"""Packages that shape a result."""
+from moelora.self_check import check_installed
+from moelora.types import GraphMode, Phase, Request, Result
 
 
 class PrefillEngine:
@@ -100,15 +84,24 @@ class PrefillEngine:
         source = open_base(model, load_format=options.load_format)
         skeleton = source.skeleton()
         self._catalogue = build_catalogue(skeleton)
+        dtype = resolve_dtype(options.dtype, source.config, self._device)
         # Adapters come first: a bad one is refused before minutes are spent on the base.
-        self._adapters = self._load_adapters(adapters or {}, source, say)
+        self._adapters = host_adapters(
+            adapters or {},
+            catalogue=self._catalogue,
+            dtype=dtype,
+            base_weight=source.stored_tensor,
+            lora_b_layout=options.lora_b_layout,
+            budget=options.host_bytes,
+            say=say,
+        )
         sizing = Sizing(
             skeleton=skeleton,
             catalogue=self._catalogue,
             architecture=source.architecture,
             adapters=self._adapters.values(),
             device=self._device,
-            dtype=resolve_dtype(options.dtype, source.config, self._device),
+            dtype=dtype,
         )
         self._capacity, self._planned_memory = choose_capacity(options, sizing, say)
         meter = self._meter = DeviceMeter(self._device)
@@ -130,13 +123,21 @@ class PrefillEngine:
         if self._device.type == "cuda" and len(self._adapters) > self._bank.num_slots:
             self._adapters.pin(self._bank.num_slots)  # they take turns in the slots, and are copied while batches run
         self._residency = Residency(self._adapters, self._bank)
-        self._installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
+        installed = install_lora(self._base.causal_lm, self._catalogue, self._bank)
         self._head = self._make_head()
-        self._check_installed()
+        eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
+        check_installed(
+            installed,
+            base=self._base,
+            runner=eager,
+            head=self._head,
+            layout=self._bank.layout,
+            capacity=self._capacity,
+            max_positions=self._max_positions,
+        )
         self._settle_attention(say)
         if self._device.type == "cuda":
-            runner = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
-            measure_largest_batch(meter, runner, self._head, self._capacity, self._max_positions, say)
+            measure_largest_batch(meter, eager, self._head, self._capacity, self._max_positions, say)
         self._selection = meter.pooled("graphs", lambda: self._select_runner(say))
         self._runner = self._selection.runner
         self._pipeline = BatchPipeline(
@@ -314,82 +315,24 @@ class PrefillEngine:
             those that went through the model. `padding_share`: of what ran, in [0, 1]. Sizes ending in `_bytes` are
             in bytes; `peak_device_bytes` is None on the CPU.
         """
-        counts, measured = self._pipeline.counts, self._meter.parts
-        return {
-            "model": str(self._base.folder),
-            "architecture": self._base.architecture.model_type,
-            "packed": self._base.architecture.packs,
-            "packing_reason": self._base.architecture.reason,
-            "quantised": self._quantised,
-            "device": str(self._device),
-            "dtype": str(self._base.dtype).removeprefix("torch."),
-            "backend": self._backend.capabilities.name,
-            "graph": str(self.options.graph),
-            "graphs": self._selection.report(),
-            "substitutes": self._substitutes.report(),
-            "fused_head": self._head.fused,
-            "attention": self._backend.attention_report(),
-            "batch_invariant": self.options.batch_invariant,
-            "passes": [
-                {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
-                for (mode, bucket), count in sorted(counts.passes.items(), key=str)
-            ],
-            "eager_reasons": {str(reason): count for reason, count in counts.eager_reasons.items()},
-            "tokens": counts.tokens,
-            "memory_splits": counts.memory_splits,
-            "padded_tokens": counts.padded_tokens,
-            "padding_share": counts.padding_share,
-            "adapters": len(self._adapters),
-            "adapters_kept_on_host": self._adapters.kept,
-            "adapter_loads": self._bank.loads,
-            "slots": self._capacity.slots,
-            "max_tokens": self._capacity.max_tokens,
-            "max_requests": self._capacity.max_requests,
-            "bytes_per_slot": self._bank.layout.bytes_per_slot(self._catalogue, self._base.dtype),
-            "weight_bytes": self._base.nbytes,
-            "peak_device_bytes": self._meter.highest(),
-            "memory": self._planned_memory.to_json(),
-            "memory_measured": measured and {**measured, "needed": together(measured)},
-            "score_chunk_rows": self.score_chunk_rows,
-            "skipped_checkpoint_tensors": len(self._base.skipped),
-            "versions": {name: found for name, found in versions(_REPORTED).items() if found is not None},
-        }
+        return engine_report(
+            options=self.options,
+            base=self._base,
+            quantised=self._quantised,
+            catalogue=self._catalogue,
+            backend=self._backend,
+            substitutes=self._substitutes,
+            selection=self._selection,
+            head=self._head,
+            adapters=self._adapters,
+            bank=self._bank,
+            capacity=self._capacity,
+            planned=self._planned_memory,
+            meter=self._meter,
+            pipeline=self._pipeline,
+        )
 
     # Construction.
-
-    def _load_adapters(
-        self, given: Mapping[str, str | Path | Adapter], source: BaseSource, say: Callable[[str], None]
-    ) -> HostAdapters:
-        if not isinstance(given, Mapping):
-            raise AdapterError(f"adapters must map names to folders, got {type(given).__name__}")
-        sources: dict[str, Path | Adapter] = {}
-        for name, one in given.items():
-            if name == BASE_ADAPTER or not name:
-                raise AdapterError(f"an adapter cannot be called {name!r}")
-            if isinstance(one, Adapter):
-                check_fits(one, self._catalogue)
-                sources[name] = replace(one, name=name)  # residents of the bank are known by it
-            else:
-                sources[name] = Path(one)
-        dtype = resolve_dtype(self.options.dtype, source.config, self._device)
-        catalogue, lora_b_layout = self._catalogue, self.options.lora_b_layout
-        budget = self.options.host_bytes
-        if budget is None and (free := free_host_memory()) is not None:
-            budget = free // 2
-
-        # Outlives this call, and must not hold the engine.
-        def load(name: str, path: Path, allocate: Allocate) -> Adapter:
-            return load_adapter(
-                path,
-                name=name,
-                catalogue=catalogue,
-                dtype=dtype,
-                base_weight=source.stored_tensor,
-                lora_b_layout=lora_b_layout,
-                allocate=allocate,
-            )
-
-        return HostAdapters(sources, load, budget=budget, say=say)
 
     def _prepare_backend(self) -> None:
         self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
@@ -450,48 +393,3 @@ class PrefillEngine:
             full_slots=self._capacity.request_slots(GraphMode.FULL) if mode is GraphMode.FULL else None,
             say=say,
         )
-
-    def _check_installed(self) -> None:
-        """One small base-only batch: shows that the model runs and that it reaches every adapted target."""
-        length = _prime(min(_PROBE_TOKENS, self._capacity.max_tokens, self._max_positions or _PROBE_TOKENS))
-        probe = Tokens(request=0, adapter=BASE_ADAPTER, token_ids=(0,) * length, runs=(), top_k=0)
-        eager = EagerRunner(self._base, self._backend, Phase.PREFILL, EagerReason.GRAPH_OFF)
-        try:
-            with torch.inference_mode():
-                hidden_TH = eager.run(pack([probe], {}, self._device)).hidden_TH
-                base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=self._device)
-                self._head.logits(hidden_TH[-1:], base_row, has_lora=False)
-                self._head.recognise(hidden_TH[-2:])
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            model_type, dtype = self._base.architecture.model_type, str(self._base.dtype).removeprefix("torch.")
-            raise CheckpointError(
-                f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
-            ) from error
-        self._installed.check_calls()
-        depends_on_others = bool(self._base.functions) or bool(self._bank.layout.replaced)
-        if depends_on_others and self._capacity.max_requests > 1 and self._capacity.max_tokens > 1:
-            self._try_together(eager)
-        self._installed.checking = False
-
-    @torch.inference_mode()
-    def _try_together(self, eager: EagerRunner) -> None:
-        """Two requests in one batch: what cannot tell them apart shows it now.
-
-        Kernels that know boundaries are then used for all batches alike, and modules that some adapter replaces must
-        see rows of tokens.
-        """
-        total = _prime(min(_PROBE_TOKENS, self._capacity.max_tokens))
-        second = max(total // 3, 1)
-        ids = tuple(i % self.vocab_size for i in range(total))
-        requests = [
-            Tokens(request=0, adapter=BASE_ADAPTER, token_ids=ids[:n], runs=(), top_k=0)
-            for n in (total - second, second)
-        ]
-        eager.run(pack(requests, {}, self._device))
-
-
-def _prime(most: int) -> int:
-    """The largest prime up to `most`, or 1."""
-    return next((n for n in range(most, 1, -1) if all(n % i for i in range(2, n))), 1)

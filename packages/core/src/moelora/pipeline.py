@@ -5,10 +5,9 @@ Nothing here waits for the device but the reading of scores, and by then the nex
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -17,8 +16,8 @@ from moelora.backends.base import RowScores
 from moelora.batching.packing import pack_with_rows
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.batching.transfer import Fetch
-from moelora.capacity import EagerReason
-from moelora.graphs.base import BodyOutput, GraphRunner
+from moelora.counts import Counts
+from moelora.graphs.base import GraphRunner
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import HostScores, ResultBuilder
 from moelora.types import Result, RunMode
@@ -39,32 +38,6 @@ class Turn:
     builders: dict[int, ResultBuilder]
 
 
-@dataclass(slots=True)
-class Counts:
-    """What ran, since the pipeline was made. passes: by mode and bucket."""
-
-    passes: Counter[tuple[RunMode, int | None]] = field(default_factory=Counter)
-    eager_reasons: Counter[EagerReason] = field(default_factory=Counter)
-    tokens: int = 0
-    padded_tokens: int = 0
-    memory_splits: int = 0
-
-    def add(self, output: BodyOutput, tokens: int) -> None:
-        """Counts one forward."""
-        admission = output.admission
-        self.passes[output.mode, admission.bucket] += 1
-        if admission.reason is not None:
-            self.eager_reasons[admission.reason] += 1
-        self.tokens += tokens
-        if admission.bucket is not None:
-            self.padded_tokens += admission.bucket - tokens
-
-    @property
-    def padding_share(self) -> float:
-        """Rows that held no token, over all rows."""
-        return self.padded_tokens / max(self.tokens + self.padded_tokens, 1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Queued:
     """A batch that the device works on, and its scores, which are on their way."""
@@ -76,7 +49,10 @@ class _Queued:
 
 
 class BatchPipeline:
-    """Runs turns through body and head. Several threads may, with generators of their own: their batches take turns."""
+    """Runs turns through body and head. Several threads may, with generators of their own: their batches take turns.
+
+    counts: what has run. memory_splits: how often a batch did not fit into memory, single sequences included.
+    """
 
     def __init__(
         self,
@@ -90,6 +66,7 @@ class BatchPipeline:
     ) -> None:
         """lock: held while a batch is queued; slots, static buffers and the model's modules belong to one at a time."""
         self.counts = Counts()
+        self.memory_splits = 0
         self._runner = runner
         self._head = head
         self._residency = residency
@@ -162,7 +139,7 @@ class BatchPipeline:
                 batch, rows = pack_with_rows(sequences, turn.placement, self._device)
                 output = self._runner.run(batch)
                 self._residency.prefetch(turn.placement, turn.upcoming)
-                self.counts.add(output, batch.num_tokens)
+                self.counts.add(output.mode, output.admission, batch.num_tokens)
                 scores = self._head.score(output.hidden_TH, rows, top_k=max(s.top_k for s in sequences))
                 fetch = Fetch([getattr(scores, name) for name in _SCORES])
             finally:
@@ -175,7 +152,7 @@ class BatchPipeline:
         """Puts both halves of a batch that did not fit back into `waiting`, or fails a single sequence."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self.counts.memory_splits += 1
+        self.memory_splits += 1
         if len(sequences) == 1:
             index, tokens = sequences[0].request, sequences[0].num_tokens
             if builders.pop(index, None) is not None:  # once, however many of its sequences fail

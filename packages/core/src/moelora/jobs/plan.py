@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -16,6 +15,7 @@ from moelora.batching.sequences import expand
 from moelora.batching.slots import SlotSchedule
 from moelora.capacity import Admission, EagerReason, admit
 from moelora.checks import check_request, count_tokens
+from moelora.counts import Counts
 from moelora.environment import resolve_device
 from moelora.graphs.select import first_mode
 from moelora.memory import Sizing, choose_capacity
@@ -28,7 +28,7 @@ from moelora.options import (
     choose_backend,
     derive_buckets,
 )
-from moelora.types import GraphMode, Phase, Request, Result, RunMode
+from moelora.types import GraphMode, Request, Result, RunMode
 
 
 class PlanningEngine:
@@ -80,10 +80,7 @@ class PlanningEngine:
         self._mode, self._blocked = self._graphs()
         self._schedules = [SlotSchedule(self._capacity.bank_slots) for _ in range(workers)]
         self._schedule = self._schedules[0]
-        self._passes: Counter[tuple[RunMode, int | None]] = Counter()
-        self._eager_reasons: Counter[EagerReason] = Counter()
-        self._tokens = 0
-        self._padded_tokens = 0
+        self._counts = Counts()
 
     @property
     def vocab_size(self) -> int:
@@ -140,14 +137,8 @@ class PlanningEngine:
             "graph": str(self._options.graph),
             "graph_mode": str(self._mode),
             "buckets": list(self._buckets) if self._mode is not GraphMode.OFF else [],
-            "batches": sum(self._passes.values()),
-            "passes": [
-                {"phase": str(Phase.PREFILL), "mode": str(mode), "bucket": bucket, "count": count}
-                for (mode, bucket), count in sorted(self._passes.items(), key=str)
-            ],
-            "eager_reasons": {str(reason): count for reason, count in self._eager_reasons.items()},
-            "tokens": self._tokens,
-            "padding_share": self._padded_tokens / max(self._tokens + self._padded_tokens, 1),
+            "batches": self._counts.passes.total(),
+            **self._counts.report(),
             "adapters": len(self._adapters),
             "adapter_loads": sum(schedule.loads for schedule in self._schedules),
             "slots": self._capacity.slots,
@@ -173,12 +164,7 @@ class PlanningEngine:
         tokens = sum(s.num_tokens for s in planned.sequences)
         admission = self._admit(tokens, len(planned.sequences))
         mode = RunMode.EAGER if admission.reason is not None else RunMode(str(self._mode))
-        self._passes[mode, admission.bucket] += 1
-        if admission.reason is not None:
-            self._eager_reasons[admission.reason] += 1
-        self._tokens += tokens
-        if admission.bucket is not None:
-            self._padded_tokens += admission.bucket - tokens
+        self._counts.add(mode, admission, tokens)
 
     def _admit(self, tokens: int, requests: int) -> Admission:
         if self._mode is GraphMode.OFF:

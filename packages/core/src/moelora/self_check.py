@@ -1,0 +1,86 @@
+"""The small batches that an engine runs before any other: the model runs, and every adapted target is reached."""
+
+from __future__ import annotations
+
+import torch
+
+from moelora.adapters.bank import BankLayout
+from moelora.batching.packing import pack
+from moelora.batching.sequences import Sequence
+from moelora.capacity import PrefillCapacity
+from moelora.errors import CheckpointError
+from moelora.graphs.eager import EagerRunner
+from moelora.models.base_model import BaseModel
+from moelora.models.lora import InstalledLora
+from moelora.scoring.head import ScoringHead
+from moelora.types import BASE_ADAPTER, BASE_SLOT
+
+_PROBE_TOKENS = 149
+"""A prime that no other dimension of a model has or divides, and longer than what indexers and compressors wait for.
+
+Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
+"""
+
+
+def check_installed(
+    installed: InstalledLora,
+    *,
+    base: BaseModel,
+    runner: EagerRunner,
+    head: ScoringHead,
+    layout: BankLayout,
+    capacity: PrefillCapacity,
+    max_positions: int | None,
+) -> None:
+    """Runs one batch of base rows, and a second of two requests where something may confuse them.
+
+    max_positions: as `PrefillEngine.max_positions`. `installed` counts calls, and stops checking after this.
+
+    Raises:
+        CheckpointError: If the model does not run.
+        AdapterError: If the model does not call a target, or calls it with what is no row per token.
+    """
+    _try_alone(base, runner, head, _prime(min(_PROBE_TOKENS, capacity.max_tokens, max_positions or _PROBE_TOKENS)))
+    installed.check_calls()
+    depends_on_others = bool(base.functions) or bool(layout.replaced)
+    if depends_on_others and capacity.max_requests > 1 and capacity.max_tokens > 1:
+        _try_together(base, runner, _prime(min(_PROBE_TOKENS, capacity.max_tokens)))
+    installed.checking = False
+
+
+@torch.inference_mode()
+def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: int) -> None:
+    """One request of `length` tokens, through body and head."""
+    try:
+        hidden_TH = runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
+        base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=base.device)
+        head.logits(hidden_TH[-1:], base_row, has_lora=False)
+        head.recognise(hidden_TH[-2:])
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        model_type, dtype = base.architecture.model_type, str(base.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
+        ) from error
+
+
+@torch.inference_mode()
+def _try_together(base: BaseModel, runner: EagerRunner, total: int) -> None:
+    """Two requests of `total` tokens in one batch: what cannot tell them apart shows it now.
+
+    Kernels that know boundaries are then used for all batches alike, and modules that some adapter replaces must see
+    rows of tokens.
+    """
+    second, vocab_size = max(total // 3, 1), base.text_config.vocab_size
+    ids = tuple(i % vocab_size for i in range(total))
+    runner.run(pack([_base_rows(ids[:n]) for n in (total - second, second)], {}, base.device))
+
+
+def _base_rows(token_ids: tuple[int, ...]) -> Sequence:
+    return Sequence(request=0, adapter=BASE_ADAPTER, token_ids=token_ids, runs=(), top_k=0)
+
+
+def _prime(most: int) -> int:
+    """The largest prime up to `most`, or 1."""
+    return next((n for n in range(most, 1, -1) if all(n % i for i in range(2, n))), 1)
