@@ -1,7 +1,9 @@
 """A faster `torch.topk` inside routers, where torch's own takes as long as a projection.
 
-Found by reading: the methods of a model's modules that say `topk(`, in whatever class an architecture has them. Only
-calls of the usual form are taken, over the last dimension, the largest ones; all others reach torch.
+Found by reading: the methods that say `topk(`, in whatever class an architecture has them, of a module that holds
+experts or stands beside them. Only calls of the usual form are taken, over the last dimension, the largest ones; all
+others reach torch. Nothing but routers: where scores are often equal, as those of an attention's indexer after a ReLU,
+which of the equals is taken decides what a token sees, and that is torch's to say.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from moelora.backends.base import FusedOps
+from moelora.models.experts import is_experts_module
 from moelora.models.weak_methods import weakly
 
 _CALL = "topk("
@@ -22,10 +25,10 @@ _BEYOND = ("torch.", "transformers.generation.", "transformers.modeling_utils")
 
 
 def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
-    """Wraps every method of `model`'s modules that calls topk; returns the class of each module that has one."""
+    """Wraps every method of `model`'s routers that calls topk; returns the class of each module that has one."""
     found: list[str] = []
     methods: dict[type, tuple[str, ...]] = {}
-    for module in model.modules():
+    for module in _around_experts(model):
         cls = type(module)
         if cls not in methods:
             methods[cls] = _methods(cls)
@@ -35,6 +38,16 @@ def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
         if names:
             found.append(cls.__name__)
     return found
+
+
+def _around_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that hold an experts module, and those beside it."""
+    found: dict[torch.nn.Module, None] = {}
+    for module in model.modules():
+        children = list(module.children())
+        if any(is_experts_module(child) for child in children):
+            found.update(dict.fromkeys((module, *children)))
+    return list(found)
 
 
 def _methods(cls: type) -> tuple[str, ...]:
@@ -78,5 +91,5 @@ def _plain(
     input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **others: Any
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """The input and k of a call that wants the largest of the last dimension; nothing for any other call."""
-    if largest and not others and input.ndim > 0 and dim in (-1, input.ndim - 1):
+    if largest and not others and input.numel() and input.ndim > 0 and dim in (-1, input.ndim - 1):
         yield input, k
