@@ -197,7 +197,7 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         config._attn_implementation = "eager"
         config._experts_implementation = "eager"
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0].float().cpu()
     return torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1))[:, 0]
 
 
