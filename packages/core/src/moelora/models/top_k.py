@@ -90,6 +90,10 @@ class _TopK(TorchFunctionMode):
 def _plain(
     input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **others: Any
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """The input and k of a call that wants the largest of the last dimension; nothing for any other call."""
-    if largest and not others and input.numel() and input.ndim > 0 and dim in (-1, input.ndim - 1):
+    """The input and k of a call that wants the largest of the last dimension; nothing for any other call.
+
+    A k that is no plain int, such as a tensor, is torch's to read, and one that the dimension has not its to refuse.
+    """
+    usual = largest and not others and input.numel() and input.ndim > 0 and dim in (-1, input.ndim - 1)
+    if usual and type(k) is int and 0 < k <= input.shape[-1]:
         yield input, k
