@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import moelora.models.verdicts
@@ -143,6 +143,40 @@ def test_positions_counted_by_the_row(monkeypatch):
     assert not verdict.packs
     assert verdict.graph_modes == ()
     assert "change each other" in verdict.reason
+
+
+def test_positions_that_are_counted_in_steps_of_two(monkeypatch):
+    original = modeling_qwen3_moe.Qwen3MoeModel.forward
+
+    def own_count(self, input_ids, position_ids=None, **others):
+        twice = 2 * torch.arange(input_ids.shape[1])[None]
+        return original(
+            self, input_ids=input_ids, position_ids=twice if position_ids is None else position_ids, **others
+        )
+
+    verdict = deceive(monkeypatch, Deceiver, "forward", own_count)
+    assert not verdict.packs
+    assert "positions" in verdict.reason
+
+
+def test_a_model_whose_positions_begin_elsewhere(tmp_path):
+    """Positions of its kind begin behind the padding token, and the padding token itself has that token's own."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("roberta", is_decoder=True, vocab_size=128, max_position_embeddings=200, **sizes)
+    ).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    pad = model.config.pad_token_id
+    prompts = [[5, 6, 7, 8], [9, pad, 10, 11, 12], list(range(20, 70))]
+    results = PrefillEngine(tmp_path, options=EngineOptions(device="cpu")).score(
+        [Request(token_ids=p) for p in prompts]
+    )
+    for prompt, result in zip(prompts, results, strict=True):
+        expected = reference_logprobs(model, prompt)
+        torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
 
 
 def test_experts_that_are_not_what_they_say(monkeypatch):

@@ -4,6 +4,7 @@ The fake recorder does what a CUDA graph does: the same work, on the same buffer
 one plays back what was true at capture; every test that passes with it would be worth nothing.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from moelora import BASE_ADAPTER, EngineOptions, GraphMode, PrefillEngine, Reque
 from moelora.backends.base import Capabilities
 from moelora.backends.torch_reference import TorchBackend
 from moelora.capacity import EagerReason
+from moelora.errors import ConfigError
 from moelora.graphs.recorder import Recorder, Recording
 from moelora.graphs.select import select_runner
 from moelora.jobs.plan import PlanningEngine
@@ -285,6 +287,16 @@ def test_the_choice_of_auto_can_be_taken_over(world, eager, monkeypatch):
         (result,) = engine.score([row(30, "both")])
         assert result.mode is mode
     assert engine.report()["eager_reasons"]["eager_faster"] == 1
+
+
+@pytest.mark.parametrize("chosen", [[64], [[64]], [[64, 1, 2]], [[64, "1"]], ["64"], [None]])
+@pytest.mark.parametrize("mode", [GraphMode.AUTO, GraphMode.OFF])
+def test_a_choice_of_another_form_is_refused(world, monkeypatch, mode, chosen):
+    engine = make_engine(world, monkeypatch, mode)
+    before = engine.eager_buckets
+    with pytest.raises(ConfigError, match=re.escape(f"{chosen}") + ".*--overwrite"):
+        engine.eager_buckets = chosen
+    assert engine.eager_buckets == before
 
 
 class ChoosingBackend(CapturableTorchBackend):

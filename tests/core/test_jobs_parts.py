@@ -184,6 +184,17 @@ def test_what_one_process_measured_all_use(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_what_was_agreed_and_is_damaged_is_named_and_goes_with_the_run(tmp_path):
+    run(tmp_path, CountingEngine())
+    with begun(tmp_path) as store:
+        store.agree("eager-buckets", [16, 64])
+    (tmp_path / "agreed-eager-buckets.json").write_bytes(b"")
+    with begun(tmp_path) as store, pytest.raises(ConfigError, match=r"agreed-eager-buckets\.json is damaged"):
+        store.agree("eager-buckets", [32])
+    with begun(tmp_path, overwrite=True) as store:
+        assert store.agree("eager-buckets", [32]) == [32]
+
+
 def test_a_changed_run_is_refused_by_name_unless_overwritten(tmp_path):
     run(tmp_path, CountingEngine())
     later = {**PRINT, "option top_k": "3"}

@@ -5,6 +5,8 @@ every engine so far would stay on the device.
 """
 
 import gc
+import subprocess
+import sys
 import weakref
 from contextlib import contextmanager
 
@@ -113,6 +115,23 @@ def test_graphs_do_not_hold_the_engine(tmp_path, monkeypatch, name, mode):
     with no_collections():
         references = used_engine(tmp_path, ["tuned"], graph=mode, buckets=(16, 64))
         assert not alive(references)
+
+
+FIRST_ENGINE = """
+import gc, sys, weakref
+from moelora import EngineOptions, PrefillEngine
+gc.collect()
+gc.disable()
+def made():
+    return weakref.ref(PrefillEngine(sys.argv[1], options=EngineOptions(device="cpu")))
+sys.exit(made()() is not None)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_first_engine_imports_does_not_hold_it(tmp_path):
+    save(tmp_path, "qwen3_moe")
+    subprocess.run([sys.executable, "-c", FIRST_ENGINE, str(tmp_path / "model")], check=True)
 
 
 @pytest.mark.parametrize(("name", "backend"), [("qwen3_5_moe", "triton"), ("qwen3_moe", "csgmv")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -20,8 +21,8 @@ from moelora.batching.slots import look_ahead
 from moelora.capacity import EagerReason
 from moelora.checks import check_request, count_tokens
 from moelora.engine_report import engine_report
-from moelora.environment import resolve_device
-from moelora.errors import RequestError
+from moelora.environment import release_importers, resolve_device
+from moelora.errors import ConfigError, RequestError
 from moelora.graphs.captured import CapturedRunner
 from moelora.graphs.eager import EagerRunner
 from moelora.graphs.select import RunnerRequest, Selection, first_mode, select_runner
@@ -75,6 +76,7 @@ class PrefillEngine:
         options: EngineOptions = EngineOptions(),
         on_event: Callable[[str], None] | None = None,
     ) -> None:
+        modules = len(sys.modules)
         say = self._say = on_event or (lambda text: None)
         self.options = options
         self._device = resolve_device(options.device)
@@ -143,6 +145,7 @@ class PrefillEngine:
         self._pipeline = BatchPipeline(
             self._runner, self._head, self._residency, device=self._device, lock=self._lock, say=say
         )
+        release_importers(modules)
 
     # What the engine knows of itself.
 
@@ -177,15 +180,22 @@ class PrefillEngine:
 
         Each is a pair with the fewest tokens of a batch's longest request from which on it is: 1 is every batch.
 
-        Set it to what another process measured, and both choose the same kernels and give the same bits.
+        Set it to what another process measured, and both choose the same kernels and give the same bits. Raises
+        `ConfigError` for what are no such pairs.
         """
         found = self._runner.eager_buckets if isinstance(self._runner, CapturedRunner) else {}
         return [[bucket, tokens] for bucket, tokens in sorted(found.items())]
 
     @eager_buckets.setter
     def eager_buckets(self, buckets: Iterable[list[int]]) -> None:
+        pairs = list(buckets)
+        if not all(isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) for pair in pairs):
+            raise ConfigError(
+                f"eager buckets are pairs of a bucket and tokens, like [[64, 1]], not {pairs}. If another version of "
+                "moelora measured them, begin the run anew with --overwrite"
+            )
         if isinstance(self._runner, CapturedRunner):
-            self._runner.eager_buckets = {pair[0]: pair[1] for pair in buckets}
+            self._runner.eager_buckets = {pair[0]: pair[1] for pair in pairs}
 
     @property
     def attention_choice(self) -> AttentionChoices:

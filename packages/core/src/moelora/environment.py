@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -112,6 +113,16 @@ def collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def release_importers(modules: int) -> None:
+    """Collects garbage if modules were imported since `sys.modules` had that length.
+
+    torch's compiler, which transformers imports when it loads a model, keeps the frames that imported it in a cycle,
+    and with them all that the callers held: an engine, and so its weights.
+    """
+    if len(sys.modules) > modules:
+        gc.collect()
 
 
 def freeze_objects() -> None:

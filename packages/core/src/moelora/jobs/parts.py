@@ -90,8 +90,9 @@ class PartStore:
     def begin(self, fingerprint: Mapping[str, str]) -> None:
         """Makes the folder that of the run with this fingerprint.
 
-        Parts of a run with another one are removed, if `overwrite` is set, and so are then this shard's own. Raises
-        `ConfigError` without it, or while other shards of that run are at work.
+        Parts of a run with another one are removed, if `overwrite` is set, and so are then this shard's own, and all
+        that was agreed on if there are no other shards. Raises `ConfigError` without it, or while other shards of that
+        run are at work.
         """
         known = {"fingerprint": dict(fingerprint), "shards": self._shards}
         self._run = _run_name(known)
@@ -99,11 +100,12 @@ class PartStore:
             before = _read_json(self.folder / _MANIFEST)
             if before is not None and not self._overwrite:
                 self._refuse(before, changed(before.get("fingerprint", {}), fingerprint))
-            if before != known:
+            anew = self._overwrite and not self._worker
+            if before != known or (anew and self._shards == 1):
                 self._refuse_other_shards()
                 clear_parts(self.folder)  # without a manifest nothing vouches for the parts that lie here
                 _write_json(self.folder / _MANIFEST, known)
-            elif self._overwrite and not self._worker:
+            elif anew:
                 for part in self.folder.iterdir():
                     match = _PART.fullmatch(part.name)
                     if match is not None and self.mine(int(match[1])):
@@ -137,14 +139,20 @@ class PartStore:
                 hold_folder(self.folder, path.name).close()
 
     def agree(self, name: str, value: Any) -> Any:
-        """What the first process of this run gave under `name`: all others, and later ones, get the same back."""
+        """What the first process of this run gave under `name`: all others, and later ones, get the same back.
+
+        Raises `ConfigError` if what lies there is no JSON, as after a power cut.
+        """
         path = self.folder / f"agreed-{name}.json"
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         draft.write_text(json.dumps(value))
         with suppress(FileExistsError):
             os.link(draft, path)  # unlike a rename, it never replaces
         draft.unlink()
-        return json.loads(path.read_text())
+        try:
+            return json.loads(path.read_bytes())
+        except ValueError:
+            raise ConfigError(f"{path} is damaged. Give --overwrite to begin anew") from None
 
     def mine(self, window: int) -> bool:
         """Whether this shard scores that window."""

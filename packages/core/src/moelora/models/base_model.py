@@ -99,9 +99,13 @@ class BaseModel:
         return decoder_of(self.causal_lm)
 
     def hidden_states(self, ids_1T: torch.Tensor, positions_1T: torch.Tensor) -> torch.Tensor:
-        """Runs the body on one packed row of int64 ids and positions, `[1, T]` each; returns `[T, H]`."""
+        """Runs the body on one packed row of int64 ids and positions, `[1, T]` each; returns `[T, H]`.
+
+        A body that runs one request at a time counts positions itself: not all begin with 0.
+        """
+        given = positions_1T if self.architecture.packs else None
         with row_of(positions_1T, self.functions):
-            return self.body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
+            return self.body(input_ids=ids_1T, position_ids=given, use_cache=False).last_hidden_state[0]
 
     @property
     def nbytes(self) -> int:

@@ -65,6 +65,8 @@ class Trial:
         self._others = [torch.randint(4, VOCAB, (n,), generator=generator) % self._vocab() for n in LENGTHS]
         self.set_functions(EAGER, EAGER)
         self._truth = [self._run_plain(ids) for ids in self._ids]
+        own = self._run_plain(self._ids[-1], count=False)
+        _compare(self._truth[-1], own, "positions from 0 instead of the model's own")
         self._reached: set[int] = set()
         for module in body.modules():
             if is_experts_module(module):
@@ -133,8 +135,9 @@ class Trial:
         embedding: Any = self.body.get_input_embeddings()  # type: ignore[operator]
         return int(embedding.weight.shape[0])
 
-    def _run_plain(self, ids: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(ids.shape[0]).unsqueeze(0)
+    def _run_plain(self, ids: torch.Tensor, *, count: bool = True) -> torch.Tensor:
+        """As transformers runs a request. count: tell positions, from 0; else the model finds its own."""
+        positions = torch.arange(ids.shape[0]).unsqueeze(0) if count else None
         try:
             hidden_TH = _hidden(self.body, ids.unsqueeze(0), positions)
         except Exception as error:  # whatever odd numbers provoke in a model's code
@@ -164,7 +167,7 @@ class Trial:
             raise Unlike(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from error
 
 
-def _hidden(body: nn.Module, ids_1T: torch.Tensor, positions_1T: torch.Tensor) -> torch.Tensor:
+def _hidden(body: nn.Module, ids_1T: torch.Tensor, positions_1T: torch.Tensor | None) -> torch.Tensor:
     hidden: torch.Tensor = body(input_ids=ids_1T, position_ids=positions_1T, use_cache=False).last_hidden_state[0]
     return hidden
 
