@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_writers import AdapterWriter, catalogue_of
 from moelora.adapters.files import TensorReader, read_headers
-from moelora.adapters.loader import extremes, load_adapter, read_adapter
+from moelora.adapters.loader import check_adapter, extremes, load_adapter, read_adapter
 from moelora.errors import AdapterError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -27,9 +27,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(folder: Path) -> str:
-    """The message of the refusal, checked to name the folder."""
+    """The message of the refusal, checked to name the folder, and to be that of a check without memory for values."""
+    how = {"name": "bad", "catalogue": catalogue_of("qwen3_moe"), "dtype": torch.float32}
     with pytest.raises(AdapterError) as caught:
-        load_adapter(folder, name="bad", catalogue=catalogue_of("qwen3_moe"), dtype=torch.float32)
+        load_adapter(folder, **how)
+    with pytest.raises(AdapterError) as checked:
+        check_adapter(folder, **how)
+    assert str(caught.value) == str(checked.value)
     assert str(caught.value).startswith(str(folder))
     return str(caught.value)
 

@@ -12,7 +12,7 @@ from moelora import AdapterError
 from moelora.adapters.arena import Arena, ordinary
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter
-from moelora.adapters.host import READ_AHEAD, HostAdapters, outline, pinned
+from moelora.adapters.host import READ_AHEAD, READ_AT_START, HostAdapters, outline, pinned
 from moelora.adapters.residency import Residency
 from moelora.batching.planner import BatchLimits, plan
 from moelora.batching.sequences import Sequence
@@ -23,11 +23,12 @@ CPU = torch.device("cpu")
 
 
 class Disk:
-    """Adapters on a disk, and how often each was read."""
+    """Adapters on a disk, and how often each was read and checked."""
 
     def __init__(self, folder: Path, count: int = 5):
         self.paths = {}
         self.reads = []
+        self.checks = []
         self.memories = []
         for i in range(count):
             self.paths[f"a{i}"] = folder / f"a{i}"
@@ -40,14 +41,20 @@ class Disk:
         made = make_adapter(name, 4 * int(name[1:]))
         return Adapter(name=name, path=self.paths[name], factors=made.factors)
 
+    def check(self, name, path):
+        self.checks.append(name)
+        made = outline(make_adapter(name, 4 * int(name[1:])))
+        return Adapter(name=name, path=self.paths[name], factors=made.factors)
+
 
 def test_what_fits_is_kept_and_the_rest_is_read_again(tmp_path):
     disk, said = Disk(tmp_path), []
-    one = disk.load("a0", disk.paths["a0"], ordinary).nbytes
-    disk.reads.clear()
-    host = HostAdapters(disk.paths, disk.load, budget=3 * one, say=said.append)
-    assert sorted(disk.reads) == list(host) == [f"a{i}" for i in range(5)]
-    assert host.kept < 5
+    one = disk.check("a0", disk.paths["a0"]).nbytes
+    disk.checks.clear()
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=3 * one, say=said.append)
+    assert list(host) == [f"a{i}" for i in range(5)]
+    assert (disk.reads, disk.checks) == (["a0", "a1", "a2", "a3"], ["a4"])
+    assert 0 < host.kept < 4
     assert f"{host.kept} of 5 adapters stay in host memory" in said[-1]
     assert all(f.a.is_meta and f.b.is_meta for adapter in host.values() for f in adapter.factors.values())
     kept = [name for name in host if host.is_ready(name)]
@@ -58,21 +65,42 @@ def test_what_fits_is_kept_and_the_rest_is_read_again(tmp_path):
     assert disk.reads == [name for name in host if name not in kept]
 
 
-def test_a_bad_adapter_is_refused_by_the_first_in_order(tmp_path):
-    disk = Disk(tmp_path)
+def test_the_first_are_read_and_the_others_checked_and_each_is_read_once_in_its_turn(tmp_path):
+    disk = Disk(tmp_path, 12)
+    host = HostAdapters(disk.paths, disk.load, disk.check)
+    first, others = list(disk.paths)[:READ_AT_START], list(disk.paths)[READ_AT_START:]
+    assert (disk.reads, sorted(disk.checks)) == (first, sorted(others))
+    assert list(host) == [*first, *others]
+    assert host.kept == 12
+    assert [name for name in host if host.is_ready(name)] == first
+    disk.reads.clear()
+    order = [*reversed(others), *others]
+    for i, name in enumerate(order):
+        host.get_ready(order[i:])
+        expected = make_adapter(name, 4 * int(name[1:]))
+        assert torch.equal(host.take(name).factors["q"].b, expected.factors["q"].b)
+    assert disk.reads == list(reversed(others))
+    assert all(host.is_ready(name) for name in host)
+    assert not host._coming
+
+
+@pytest.mark.parametrize("bad", [("a1", "a3"), ("a2", "a9"), ("a9", "a10")])
+def test_a_bad_adapter_is_refused_by_the_first_in_order(tmp_path, bad):
+    disk = Disk(tmp_path, 12)
 
     def load(name, path, allocate):
-        if name in ("a1", "a3"):
+        if name in bad:
+            time.sleep(0.05 if name == bad[0] else 0)
             raise AdapterError(f"{name} is bad")
-        return disk.load(name, path, allocate)
+        return disk.check(name, path)
 
-    with pytest.raises(AdapterError, match="a1 is bad"):
-        HostAdapters(disk.paths, load)
+    with pytest.raises(AdapterError, match=f"{bad[0]} is bad"):
+        HostAdapters(disk.paths, load, lambda name, path: load(name, path, ordinary))
 
 
 def test_an_adapter_in_memory_is_kept_as_it_is(tmp_path):
     disk, own = Disk(tmp_path, 2), make_adapter("own", 3)
-    host = HostAdapters({**disk.paths, "own": own}, disk.load, budget=0)
+    host = HostAdapters({**disk.paths, "own": own}, disk.load, disk.check, budget=0)
     assert list(host) == ["a0", "a1", "own"]
     assert host.kept == 1
     assert host.take("own") is own
@@ -80,7 +108,7 @@ def test_an_adapter_in_memory_is_kept_as_it_is(tmp_path):
 
 def test_reading_ahead_is_bounded_and_lets_go_of_what_is_no_longer_wanted(tmp_path):
     disk = Disk(tmp_path)
-    host = HostAdapters(disk.paths, disk.load, budget=0)
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=0)
     disk.reads.clear()
     host.get_ready(["a0", "a1", "a2", "a3"])
     host.take("a1")
@@ -92,14 +120,17 @@ def test_reading_ahead_is_bounded_and_lets_go_of_what_is_no_longer_wanted(tmp_pa
     assert "a2" not in disk.reads
 
 
-def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
+@pytest.mark.parametrize(("name", "budget"), [("a1", 0), ("a4", 0), ("a4", None)])
+def test_a_file_that_changes_under_a_run_is_refused(tmp_path, name, budget):
     disk = Disk(tmp_path)
-    host = HostAdapters(disk.paths, disk.load, budget=0)
-    host.take("a1")
-    (tmp_path / "a1" / "adapter_config.json").write_text("{ }")
-    host.get_ready(["a1"])
-    with pytest.raises(AdapterError, match="changed while the run was under way"):
-        host.take("a1")
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=budget)
+    if budget == 0:
+        host.take(name)
+    (tmp_path / name / "adapter_config.json").write_text("{ }")
+    host.get_ready([name])
+    for _ in range(2):
+        with pytest.raises(AdapterError, match=f"{name}: changed while the run was under way"):
+            host.take(name)
 
 
 def block(nbytes):
@@ -140,12 +171,12 @@ def test_threads_share_an_arena():
 def test_what_is_read_again_is_read_into_page_locked_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("moelora.adapters.host.page_locked", block)
     disk = Disk(tmp_path)
-    host = HostAdapters(disk.paths, disk.load, budget=0)
-    assert disk.memories == [ordinary] * 5
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=0)
+    assert disk.memories == [ordinary] * READ_AT_START
     host.pin(slots=1)
-    for name in ("a0", "a3"):
+    for name in ("a0", "a4"):
         host.take(name)
-    arenas = [allocate.__self__ for allocate in disk.memories[5:]]
+    arenas = [allocate.__self__ for allocate in disk.memories[READ_AT_START:]]
     assert len(set(arenas)) == 2  # an adapter's memory goes with it
     assert all(arena._allocate is block for arena in arenas)
 
@@ -159,7 +190,7 @@ def test_what_is_kept_is_copied_into_page_locked_memory_when_its_turn_is_near(tm
 
     monkeypatch.setattr("moelora.adapters.host.pinned", copy)
     disk = Disk(tmp_path)
-    host = HostAdapters(disk.paths, disk.load)
+    host = HostAdapters(disk.paths, disk.load, disk.check)
     assert host.is_ready("a0")
     host.pin(slots=1)
     assert copied == []
@@ -172,14 +203,14 @@ def test_what_is_kept_is_copied_into_page_locked_memory_when_its_turn_is_near(tm
     assert host.take("a4").path == Path("locked")  # behind the two that are on their way
     assert copied == ["a0", "a1", "a2", "a3", "a4"]
     assert host.is_ready("a2")
-    assert len(disk.reads) == 5  # each once, at the start
+    assert disk.reads == ["a0", "a1", "a2", "a3", "a4"]  # each once
 
 
 def test_copies_are_made_ahead_for_all_slots_and_reads_for_two(tmp_path, monkeypatch):
     monkeypatch.setattr("moelora.adapters.host.pinned", lambda adapter, memory: adapter)
     disk = Disk(tmp_path, 9)
     one = disk.load("a0", disk.paths["a0"], ordinary).nbytes
-    host = HostAdapters(disk.paths, disk.load, budget=5 * one)
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=5 * one)
     kept = [name for name in host if host.is_ready(name)]
     read = [name for name in host if name not in kept]
     assert len(read) > READ_AHEAD
@@ -195,7 +226,7 @@ def test_an_adapter_comes_while_those_before_it_are_used(tmp_path, budget, monke
     """Six adapters of five batches each on two slots; none but the first is waited for."""
     monkeypatch.setattr("moelora.adapters.host.pinned", lambda adapter, memory: adapter)
     disk = Disk(tmp_path, 6)
-    host = HostAdapters(disk.paths, disk.load, budget=budget)
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=budget)
     host.pin(slots=2)
     bank = AdapterBank(CATALOGUE, BankLayout.of(host.values()), slots=2, device=CPU, dtype=torch.float32)
     residency = Residency(host, bank)

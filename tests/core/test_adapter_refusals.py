@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from adapter_writers import PREFIX, AdapterWriter, catalogue_of, write_adapter
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.describe import describe
-from moelora.adapters.loader import load_adapter
+from moelora.adapters.loader import check_adapter, load_adapter
 from moelora.adapters.names import Resolver
 from moelora.errors import AdapterError
 from moelora.models.catalogue import build_catalogue
@@ -38,9 +38,12 @@ def load(folder: Path, catalogue: Catalogue, **options: Any) -> Adapter:
 
 
 def refusal(folder: Path, catalogue: Catalogue, **options: Any) -> str:
-    """The message, checked to name the folder."""
+    """The message, checked to name the folder, and to be that of a check without memory for the values."""
     with pytest.raises(AdapterError) as caught:
         load(folder, catalogue, **options)
+    with pytest.raises(AdapterError) as checked:
+        check_adapter(folder, name="a", catalogue=catalogue, dtype=torch.float32, **options)
+    assert str(caught.value) == str(checked.value)
     assert str(caught.value).startswith(str(folder))
     return str(caught.value)
 

@@ -10,7 +10,7 @@ import torch
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter
-from moelora.adapters.host import HostAdapters
+from moelora.adapters.host import HostAdapters, outline
 from moelora.adapters.residency import Residency
 from moelora.adapters.streams import InOrder, Streams
 from moelora.batching.planner import BatchLimits, plan
@@ -90,7 +90,10 @@ def play(streams: Streams, seed: int, *, budget: int | None = None) -> tuple[lis
     rng = random.Random(seed)
     slots, count = rng.randint(1, 4), rng.randint(1, 9)
     made = {f"a{i}": make_adapter(f"a{i}", rng.randrange(1000)) for i in range(count)}
-    host = HostAdapters({name: Path(name) for name in made}, lambda name, path, allocate: made[name], budget=budget)
+    paths = {name: Path(name) for name in made}
+    host = HostAdapters(
+        paths, lambda name, path, allocate: made[name], lambda name, path: outline(made[name]), budget=budget
+    )
     bank = AdapterBank(
         CATALOGUE, BankLayout.of(host.values()), slots=slots, device=CPU, dtype=torch.float32, streams=streams
     )
@@ -141,7 +144,7 @@ def test_without_the_marks_batches_read_what_is_not_theirs(careless):
 def test_an_adapter_is_copied_while_the_one_before_it_is_used():
     """Six adapters of five batches each on two slots, copies as eager as the marks allow."""
     made = {f"a{i}": make_adapter(f"a{i}", 4 * i) for i in range(6)}
-    host = HostAdapters(made, lambda name, path, allocate: made[name])
+    host = HostAdapters(made, lambda name, path, allocate: made[name], lambda name, path: outline(made[name]))
     streams = TwoLines()
     bank = AdapterBank(
         CATALOGUE, BankLayout.of(host.values()), slots=2, device=CPU, dtype=torch.float32, streams=streams

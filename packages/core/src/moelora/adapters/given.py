@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from moelora.adapters.arena import Allocate
 from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.host import HostAdapters
-from moelora.adapters.loader import BaseWeight, load_adapter
+from moelora.adapters.loader import BaseWeight, check_adapter, load_adapter
 from moelora.environment import free_host_memory
 from moelora.errors import AdapterError
 from moelora.types import BASE_ADAPTER
@@ -27,7 +28,7 @@ def host_adapters(
     budget: int | None,
     say: Callable[[str], None],
 ) -> HostAdapters:
-    """Reads and checks all adapters, in the order given; what holds them keeps the arguments but `say`.
+    """Checks all adapters, in the order given, and reads the first; what holds them keeps the arguments but `say`.
 
     Args:
         given: By name: an adapter's folder, or an adapter in canonical form, whose dtype stays what it is.
@@ -36,7 +37,7 @@ def host_adapters(
         base_weight: As for `load_adapter`.
         lora_b_layout: As for `load_adapter`.
         budget: Bytes of host memory for adapters that were read; None is half of what is free.
-        say: Called with a sentence for each adapter that is read.
+        say: Called with a sentence for each adapter that is read or checked.
 
     Raises:
         AdapterError: If a name is not one, or an adapter would lose a tensor or does not fit.
@@ -47,18 +48,20 @@ def host_adapters(
     if budget is None and (free := free_host_memory()) is not None:
         budget = free // 2
 
-    def load(name: str, path: Path, allocate: Allocate) -> Adapter:
-        return load_adapter(
-            path,
-            name=name,
-            catalogue=catalogue,
-            dtype=dtype,
-            base_weight=base_weight,
-            lora_b_layout=lora_b_layout,
-            allocate=allocate,
-        )
+    how: dict[str, Any] = {
+        "catalogue": catalogue,
+        "dtype": dtype,
+        "base_weight": base_weight,
+        "lora_b_layout": lora_b_layout,
+    }
 
-    return HostAdapters(sources, load, budget=budget, say=say)
+    def load(name: str, path: Path, allocate: Allocate) -> Adapter:
+        return load_adapter(path, name=name, allocate=allocate, **how)
+
+    def check(name: str, path: Path) -> Adapter:
+        return check_adapter(path, name=name, **how)
+
+    return HostAdapters(sources, load, check, budget=budget, say=say)
 
 
 def _source(name: str, one: str | Path | Adapter, catalogue: Catalogue) -> Path | Adapter:

@@ -1,4 +1,4 @@
-"""The adapters of a run in host memory: all checked at the start, as many kept as fit, the rest read again in time."""
+"""The adapters of a run in host memory: all checked at the start, read in time, as many kept as fit."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.base import Adapter, Factors
 from moelora.errors import AdapterError
 
-_READERS = 4
-"""Adapters that are read at once at the start: each takes one core, and as much memory again while it is read."""
+_CHECKERS = 8
+"""Adapters that are checked at once at the start: each takes one core, and next to no memory."""
+
+READ_AT_START = 4
+"""Adapters that are read at the start: as many are needed soon, and so few are sooner read once than checked first."""
 
 READ_AHEAD = 2
-"""Adapters that are read, or wait to be copied, beside those that are kept."""
+"""Adapters that are read, or wait to be copied, beside those that lie in host memory."""
 
 
 Load = Callable[[str, Path, Allocate], Adapter]
 """Reads and checks the adapter of a name in a folder, into the memory that the third makes."""
 
+Check = Callable[[str, Path], Adapter]
+"""Checks as `Load` does the adapter of a name in a folder; what it gives has shapes and need not have values."""
+
 
 class HostAdapters(Mapping[str, Adapter]):
     """Adapters by name, in the order given. As a mapping it gives outlines, whose tensors have shapes and no values.
 
-    sources: where each is, or the adapter itself, which then stays where it is. `load` reads and checks one adapter and
-    is called for all of them here, so that a bad one is refused before any work. Those beyond `budget` bytes are let
-    go, read again in a thread of their own when `get_ready` names them, and let go after `take`. The same ones are kept
-    throughout: turns are taken in a fixed order, so that whichever one were dropped for another would be the one that
-    is missed next.
+    sources: where each is, or the adapter itself, which then stays where it is. The first are read here by `load`, the
+    others checked by `check`, so that a bad one is refused before any work; to read many would take far longer than to
+    check them, most of it for the memory. Values are read in a thread of their own when `get_ready` names the adapter.
+    As many as fit into `budget` bytes are kept from then on; the others are let go after `take` and read again each
+    time. The same ones are kept throughout: turns are taken in a fixed order, so that whichever one were dropped for
+    another would be the one that is missed next.
 
-    After `pin`, `take` gives page-locked memory: what is read again is read into it, and what is kept is copied into it
+    After `pin`, `take` gives page-locked memory: what is not kept is read into it, and what is kept is copied into it
     in the same thread and the same way, as many adapters at a time as one batch may need. To lock all of it would take
     seconds at the start, and memory that others miss.
     """
@@ -43,6 +50,7 @@ class HostAdapters(Mapping[str, Adapter]):
         self,
         sources: Mapping[str, Path | Adapter],
         load: Load,
+        check: Check,
         *,
         budget: int | None = None,
         say: Callable[[str], None] = lambda text: None,
@@ -51,42 +59,58 @@ class HostAdapters(Mapping[str, Adapter]):
         self._pin = False
         self._ahead = READ_AHEAD
         self._outlines: dict[str, Adapter] = {}
+        self._to_keep: set[str] = set()
         self._kept: dict[str, Adapter] = {}
         self._stamps: dict[str, object] = {}
         self._coming: dict[str, Future[Adapter]] = {}
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="moelora-adapters")
         held = 0
-        for name, adapter in self._read_all(sources, say):
-            self._outlines[name] = outline(adapter)
-            if adapter is sources[name] or budget is None or held + adapter.nbytes <= budget:
-                self._kept[name] = adapter
+        try:
+            for name, adapter, has_values in self._begin(sources, check, say):
+                self._outlines[name] = outline(adapter)
+                if adapter is not sources[name] and budget is not None and held + adapter.nbytes > budget:
+                    continue
                 held += adapter.nbytes
-        missing = len(self._outlines) - len(self._kept)
+                self._to_keep.add(name)
+                if has_values:
+                    self._kept[name] = adapter
+        except BaseException:
+            self._reader.shutdown(cancel_futures=True)
+            raise
+        missing = len(self._outlines) - self.kept
         if missing:
             total = sum(a.nbytes for a in self._outlines.values())
             say(
-                f"{len(self._kept)} of {len(self._outlines)} adapters stay in host memory ({held / 2**30:.1f} of "
+                f"{self.kept} of {len(self._outlines)} adapters stay in host memory ({held / 2**30:.1f} of "
                 f"{total / 2**30:.1f} GiB); the other {missing} are read from disk again each time they are loaded"
             )
 
-    def _read_all(
-        self, sources: Mapping[str, Path | Adapter], say: Callable[[str], None]
-    ) -> Iterator[tuple[str, Adapter]]:
-        """All adapters in their order, a few of them read at the same time."""
-        with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="moelora-adapters") as readers:
-            pending: deque[tuple[str, Future[Adapter]]] = deque()
+    def _begin(
+        self, sources: Mapping[str, Path | Adapter], check: Check, say: Callable[[str], None]
+    ) -> Iterator[tuple[str, Adapter, bool]]:
+        """All adapters in their order, and whether they have values; a few are looked at at the same time."""
+        on_disk = [name for name, source in sources.items() if not isinstance(source, Adapter)]
+        first = set(on_disk[:READ_AT_START])
+        checkers = ThreadPoolExecutor(max_workers=_CHECKERS, thread_name_prefix="moelora-checks")
+        pending: deque[tuple[str, Future[Adapter], bool]] = deque()
+        try:
             for name, source in sources.items():
                 if isinstance(source, Adapter):
-                    pending.append((name, _done(source)))
+                    pending.append((name, _done(source), True))
+                    continue
+                say(f"reading adapter {name} from {source}")
+                self._stamps[name] = _stamp(source)
+                if name in first:  # one after the other: each by as many threads as are worth it
+                    pending.append((name, self._reader.submit(self._load, name, source, ordinary), True))
                 else:
-                    say(f"reading adapter {name} from {source}")
-                    self._stamps[name] = _stamp(source)
-                    pending.append((name, readers.submit(self._load, name, source, ordinary)))
-                while len(pending) >= _READERS:
-                    name, reading = pending.popleft()
-                    yield name, reading.result()
-            for name, reading in pending:
-                yield name, reading.result()
+                    pending.append((name, checkers.submit(check, name, source), False))
+                while len(pending) >= 2 * _CHECKERS:
+                    name, looking, has_values = pending.popleft()
+                    yield name, looking.result(), has_values
+            for name, looking, has_values in pending:
+                yield name, looking.result(), has_values
+        finally:
+            checkers.shutdown(cancel_futures=True)
 
     def pin(self, slots: int) -> None:
         """Has `take` give values in page-locked memory, from which a device copies while the host goes on.
@@ -98,8 +122,8 @@ class HostAdapters(Mapping[str, Adapter]):
 
     @property
     def kept(self) -> int:
-        """Adapters that stay in host memory."""
-        return len(self._kept)
+        """Adapters that stay in host memory once they were read."""
+        return len(self._to_keep)
 
     def __getitem__(self, name: str) -> Adapter:
         return self._outlines[name]
@@ -131,9 +155,9 @@ class HostAdapters(Mapping[str, Adapter]):
 
     def take(self, name: str) -> Adapter:
         """The adapter with its values; waits for the disk where it must. Raises `AdapterError` if its file changed."""
+        coming = self._coming.pop(name, None)
         if self._lies_ready(name):
             return self._kept[name]
-        coming = self._coming.pop(name, None)
         return coming.result() if coming is not None else self._reader.submit(self._make_ready, name).result()
 
     def _lies_ready(self, name: str) -> bool:
@@ -141,11 +165,13 @@ class HostAdapters(Mapping[str, Adapter]):
 
     def _make_ready(self, name: str) -> Adapter:
         memory = Arena(page_locked)
+        if name not in self._to_keep:
+            return self._read(name, memory.empty if self._pin else ordinary)
         if name not in self._kept:
-            return self._read_again(name, memory.empty if self._pin else ordinary)
+            self._kept[name] = self._read(name, ordinary)
         return pinned(self._kept[name], memory) if self._pin else self._kept[name]
 
-    def _read_again(self, name: str, allocate: Allocate) -> Adapter:
+    def _read(self, name: str, allocate: Allocate) -> Adapter:
         path = self._outlines[name].path
         adapter = self._load(name, path, allocate)
         if _stamp(path) != self._stamps[name]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from moelora.adapters.config import LORA_B_LAYOUTS, AdapterConfig, read_config
 from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_headers
 from moelora.adapters.layouts.base import Context, Plan
 from moelora.adapters.names import Resolver
+from moelora.adapters.peaks import read_peaks
 from moelora.adapters.planner import Planned, explain_unmatched, plan_adapter
 from moelora.environment import collector_paused, cpu_count, one_core_threads
 from moelora.errors import AdapterError, choose_from
@@ -94,7 +96,8 @@ def load_adapter(
     Raises AdapterError, its message beginning with `path`, if any tensor or any configured field would be dropped, does
     not fit the model, is not finite, or overflows in `dtype`.
     """
-    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, allocate)
+    start = partial(_Loading, dtype=dtype, allocate=allocate)
+    return _load(path, name, catalogue, base_weight, lora_b_layout, peft_version, start)
 
 
 def outline_adapter(
@@ -111,7 +114,26 @@ def outline_adapter(
 
     Whole weights are read, since only their values tell a replacement from a copy of the base's.
     """
-    return _load(path, name, catalogue, dtype, base_weight, lora_b_layout, peft_version, None)
+    start = partial(_Outlining, dtype=dtype)
+    return _load(path, name, catalogue, base_weight, lora_b_layout, peft_version, start)
+
+
+def check_adapter(
+    path: str | Path,
+    *,
+    name: str,
+    catalogue: Catalogue,
+    dtype: torch.dtype,
+    base_weight: BaseWeight | None = None,
+    lora_b_layout: str | None = None,
+    peft_version: str | None = None,
+) -> Adapter:
+    """Refuses what `load_adapter` refuses, and gives an adapter whose tensors have shapes but no values.
+
+    All values are looked at, by one thread and without memory to hold them: several adapters may be checked at once.
+    """
+    start = partial(_Checking, dtype=dtype)
+    return _load(path, name, catalogue, base_weight, lora_b_layout, peft_version, start)
 
 
 @collector_paused()
@@ -119,13 +141,12 @@ def _load(
     path: str | Path,
     name: str,
     catalogue: Catalogue,
-    dtype: torch.dtype,
     base_weight: BaseWeight | None,
     lora_b_layout: str | None,
     peft_version: str | None,
-    allocate: Allocate | None,
+    start: Callable[[AdapterFile, TensorReader], _Loading],
 ) -> Adapter:
-    """allocate: None for factors without values."""
+    """start: begins to load what was found to fit."""
     file = read_adapter(path)
     if file.config.refusals:
         raise AdapterError(joined_reasons(file.path, file.config.refusals))
@@ -137,9 +158,9 @@ def _load(
     if problems:
         raise AdapterError(joined_reasons(file.path, problems))
     with TensorReader() as reader:
-        loading = _Loading(file, reader, dtype, allocate or ordinary)
-        make = loading.outline if allocate is None else loading.factors
-        factors = dict(zip((plan.target.name for plan in planned.plans), _map(make, planned.plans), strict=True))
+        loading = start(file, reader)
+        found = loading.all_factors(planned.plans)
+        factors = dict(zip((plan.target.name for plan in planned.plans), found, strict=True))
         replacements, notes = _load_wholes(planned, loading, base_weight)
         _follow_tied(replacements, factors, context, file.path)
     return Adapter(
@@ -147,7 +168,7 @@ def _load(
         path=file.path,
         factors=factors,
         replacements=replacements,
-        summaries=summarise(planned, dtype),
+        summaries=summarise(planned, loading.dtype),
         notes=(*file.config.notes, *planned.notes, *notes),
     )
 
@@ -196,11 +217,17 @@ def joined_reasons(path: Path, reasons: Sequence[str]) -> str:
 class _Loading:
     """Reads values of one adapter and brings them into the wanted dtype, refusing what does not survive that."""
 
-    def __init__(self, file: AdapterFile, reader: TensorReader, dtype: torch.dtype, allocate: Allocate) -> None:
+    def __init__(
+        self, file: AdapterFile, reader: TensorReader, *, dtype: torch.dtype, allocate: Allocate = ordinary
+    ) -> None:
         self.path = file.path
         self.reader = reader
         self.dtype = dtype
         self.allocate = allocate
+
+    def all_factors(self, plans: Sequence[Plan]) -> list[Factors]:
+        """The factors of every plan."""
+        return _map(self.factors, plans)
 
     def factors(self, plan: Plan) -> Factors:
         """Reads what `plan` needs. May be called from several threads at once."""
@@ -209,8 +236,7 @@ class _Loading:
         (low_a, high_a), (low_b, high_b) = extremes(a), extremes(b)
         if not all(map(math.isfinite, (low_a, high_a, low_b, high_b))):
             raise AdapterError(f"{self.path}: {self._culprit(plan.sources, max(map(abs, plan.scales)))}")
-        narrower = torch.finfo(self.dtype).tiny > torch.finfo(torch.float32).tiny
-        if narrower and (low_a == high_a == 0 or low_b == high_b == 0):
+        if _is_narrow(self.dtype) and (low_a == high_a == 0 or low_b == high_b == 0):
             self._check_vanished(plan)
         return Factors(a=a, b=b)
 
@@ -225,10 +251,6 @@ class _Loading:
                     f"{self.path}: {plan.target.name}: the factors of {plan.sources[0].name!r} hold nothing above "
                     f"{largest:g} and become zero in {str(self.dtype).removeprefix('torch.')}; give a wider --dtype"
                 )
-
-    def outline(self, plan: Plan) -> Factors:
-        a, b = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in (plan.a_shape, plan.b_shape))
-        return Factors(a=a, b=b)
 
     def whole(self, info: TensorInfo) -> torch.Tensor:
         # A copy, since what the reader returns may be mapped from a file that is overwritten later.
@@ -261,6 +283,55 @@ class _Loading:
             f"tensor {name!r} holds values up to {largest:g} (scale {scale:g}), too large for "
             f"{str(self.dtype).removeprefix('torch.')} (largest {torch.finfo(self.dtype).max:g})"
         )
+
+
+class _Outlining(_Loading):
+    """Gives factors without values."""
+
+    def all_factors(self, plans: Sequence[Plan]) -> list[Factors]:
+        return [self.factors(plan) for plan in plans]
+
+    def factors(self, plan: Plan) -> Factors:
+        return Factors(a=self._shape(plan.a_shape), b=self._shape(plan.b_shape))
+
+    def _shape(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
+
+
+class _Checking(_Outlining):
+    """Gives tensors without values, once it is certain that all values survive; reads in full where it is not."""
+
+    def __init__(self, file: AdapterFile, reader: TensorReader, *, dtype: torch.dtype) -> None:
+        super().__init__(file, reader, dtype=dtype)
+        self._peaks = read_peaks(file.tensors.values())
+
+    def factors(self, plan: Plan) -> Factors:
+        if not self._surely_survive(plan.sources, plan.scales):
+            _Loading.factors(self, plan)
+        return super().factors(plan)
+
+    def whole(self, info: TensorInfo) -> torch.Tensor:
+        if not self._surely_survive((info,), ()):
+            super().whole(info)
+        return self._shape(info.shape)
+
+    def _surely_survive(self, sources: Sequence[TensorInfo], scales: Sequence[float]) -> bool:
+        """Whether no value can overflow, nor all of a tensor vanish, whichever of them are scaled.
+
+        A factor of two, here and there, is more than what rounding can do.
+        """
+        limits = torch.finfo(self.dtype)
+        peaks = [self._peaks[info.name] for info in sources]
+        factors = [1.0, *map(abs, scales)]
+        if not max(peaks) * max(factors) <= limits.max / 2:
+            return False
+        least = limits.tiny * limits.eps  # the smallest number above zero
+        return not _is_narrow(self.dtype) or min(peaks) * min(factors) >= 2 * least
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    """Whether what is above zero in fp32 may be zero in `dtype` for want of range."""
+    return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
 
 def _load_wholes(
