@@ -78,6 +78,21 @@ def test_layers_that_are_alike_share_a_line(tmp_path: Path, capsys: pytest.Captu
     assert lines == ["model.layers.*.self_attn.q_proj layout D rank 4 scale 1.5 3 × 512 bytes".split()]
 
 
+@pytest.mark.parametrize(("patterned", "others"), [("0", "1-2"), ("1", "0,2")])
+def test_layers_of_another_rank_are_named(
+    patterned: str, others: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pattern = {"alpha_pattern": {f"layers.{patterned}.self_attn.q_proj": 12}}
+    _, out, _ = inspect(capsys, make_adapter(tmp_path / "a", **pattern))
+    lines = sorted(" ".join(line.split()) for line in out.splitlines() if "q_proj" in line)
+    assert lines == sorted(
+        [
+            f"model.layers.{patterned}.self_attn.q_proj layout D rank 4 scale 3 512 bytes",
+            f"model.layers.{others}.self_attn.q_proj layout D rank 4 scale 1.5 2 × 512 bytes",
+        ]
+    )
+
+
 def test_what_would_be_refused_is_shown(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = inspect(capsys, make_adapter(tmp_path / "a", module="self_attn.z_proj"), "--model", model)
     assert code == 2

@@ -166,6 +166,7 @@ REFUSED = [
     (["--top-k", "-1"], "--top-k"),
     (["--top-k", "2001"], "the vocabulary has only 2000 tokens"),
     (["--max-tokens", "0"], "--max-tokens"),
+    (["--max-tokens", "4k"], "'4k' is not a valid integer."),
     (["--max-length", "x"], "--max-length"),
     (["--buckets", "64,16"], "positive and ascend"),
     (["--buckets", "a"], "no list of token counts"),

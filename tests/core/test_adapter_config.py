@@ -170,3 +170,8 @@ def test_missing_file_names_subfolders_that_have_one(tmp_path: Path) -> None:
     write(tmp_path / "checkpoint-100", json.dumps(GOOD))
     with pytest.raises(AdapterError, match="checkpoint-100"):
         read_config(tmp_path)
+    for number in range(6):
+        (tmp_path / f"a{number}").mkdir()
+        write(tmp_path / f"a{number}", json.dumps(GOOD))
+    with pytest.raises(AdapterError, match="have one: a0, a1, a2, a3, a4 and 2 more"):
+        read_config(tmp_path)

@@ -1,10 +1,12 @@
 """How backends are found by name."""
 
 import pytest
+import torch
 
 from moelora.backends import backend_names, get_backend
 from moelora.backends.torch_reference import TorchBackend
 from moelora.errors import ConfigError
+from moelora.options import EngineOptions, choose_backend
 
 
 def test_the_built_in_reference_is_found():
@@ -36,3 +38,9 @@ def test_module_and_class_name_a_backend_of_ones_own(tmp_path, monkeypatch):
 def test_what_is_not_there_is_refused_by_name(name, says):
     with pytest.raises(ConfigError, match=says):
         get_backend(name)
+
+
+def test_a_kernel_of_attention_that_a_backend_lacks_is_refused_with_the_backends_name():
+    options = EngineOptions(device="cpu", backend="torch", attention="fa4")
+    with pytest.raises(ConfigError, match="backend 'torch' has no attention kernel 'fa4'; valid with it: auto"):
+        choose_backend(options, torch.device("cpu"))

@@ -215,7 +215,9 @@ def test_the_prompt_is_cut_on_its_left_and_choices_stay_whole(limit: int, cut: i
     fitted = fit(encoded, limit=limit, truncate=True)
     assert fitted == Encoded(token_ids=(1, 2, 3, 4, 5)[cut:], choices=encoded.choices, truncated_tokens=cut)
     if cut:
-        with pytest.raises(RequestError, match=rf"5 tokens and 2 of the longest choice exceed the limit of {limit}"):
+        with pytest.raises(
+            RequestError, match=rf"5 tokens and 2 of the longest choice exceed the limit of {limit}; --on"
+        ):
             fit(encoded, limit=limit, truncate=False)
 
 
@@ -223,8 +225,9 @@ def test_a_choice_that_leaves_no_room_for_the_prompt_is_an_error():
     encoded = Encoded(token_ids=(1, 2), choices=((7, 8, 9),))
     assert fit(encoded, limit=4, truncate=True).token_ids == (2,)
     for limit in (3, 2, 1):
-        with pytest.raises(RequestError, match="choices are never cut"):
-            fit(encoded, limit=limit, truncate=True)
+        for truncate in (True, False):
+            with pytest.raises(RequestError, match="choices are never cut"):
+                fit(encoded, limit=limit, truncate=truncate)
 
 
 def test_an_opening_token_survives_the_cut():

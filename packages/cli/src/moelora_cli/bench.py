@@ -14,6 +14,7 @@ from moelora.errors import ConfigError
 from moelora_cli.bench_tables import tables
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
 from moelora_cli.options import (
+    NOT_NEGATIVE,
     POSITIVE,
     BucketsType,
     attention_option,
@@ -50,7 +51,7 @@ _QUICK_REPEAT = 2
 @click.option(
     "--adapters",
     multiple=True,
-    type=click.IntRange(min=0),
+    type=NOT_NEGATIVE,
     metavar="N",
     default=(8,),
     show_default=True,
@@ -95,7 +96,7 @@ _QUICK_REPEAT = 2
 @click.option("--quick", is_flag=True, help="An eighth of the prompts, two timed calls, no profile.")
 @click.option("--no-profile", is_flag=True, help="Leave out the time by part, which needs one more call each.")
 @base_options
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For random weights.")
+@click.option("--seed", type=NOT_NEGATIVE, default=0, show_default=True, help="For random weights.")
 @click.option("--json", "json_", metavar="FILE|-", help="All numbers as one JSON object; - is standard output.")
 @click.option("--plot", metavar="FILE", help="Tokens per second as bars, .png, .svg or .pdf; needs matplotlib.")
 @click.option("--quiet", is_flag=True, help="No progress.")

@@ -16,6 +16,9 @@ from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand, size
 if TYPE_CHECKING:
     from moelora.adapters.base import Catalogue
 
+_LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+"""The number of a layer in the name of a module."""
+
 
 @click.command(cls=MoeloraCommand, short_help="What an adapter or a checkpoint holds.")
 @click.argument("path")
@@ -33,7 +36,7 @@ def inspect(path: str, model: str | None, lora_b_layout: str | None, as_json: bo
 
     The exit code is 2 if it would be refused by `moelora prefill`; the reasons are shown with the rest.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         facts = adapter_facts(folder, model, lora_b_layout)
     elif model is not None:
@@ -135,7 +138,7 @@ def _catalogue(model: str) -> tuple[Catalogue, Any]:
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for people: targets that differ by their layer's number alone share a line."""
+    """The facts for people: targets that differ by their layer's number alone share a line, see `_target_lines`."""
     plain = {key: value for key, value in facts.items() if key not in ("targets", "notes", "refused")}
     width = max(map(len, plain))
     lines = [f"{key:<{width}}  {_shown(key, value)}" for key, value in plain.items() if value is not None]
@@ -145,20 +148,38 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _target_lines(targets: list[dict[str, Any]]) -> list[str]:
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    """A line for targets that are alike in all layers (`*`), or one for each kind, with the layers that have it."""
+    groups: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for target in targets:
-        name = re.sub(r"(?<=layers\.)\d+(?=\.)", "*", target["target"])
-        key = (name, target["layout"], tuple(target["ranks"]), tuple(target["scales"]))
-        groups.setdefault(key, []).append(target["bytes"])
+        number = _LAYER.search(target["target"])
+        key = (_LAYER.sub("*", target["target"]), target["layout"], tuple(target["ranks"]), tuple(target["scales"]))
+        groups.setdefault(key, []).append((int(number[0]) if number else -1, target["bytes"]))
+    alike = Counter(key[0] for key in groups)
+    names = {
+        key: key[0] if alike[key[0]] == 1 else key[0].replace("*", _ranges([layer for layer, _ in found]), 1)
+        for key, found in groups.items()
+    }
     lines = [f"targets ({len(targets)}):"] if targets else []
-    width = max((len(key[0]) for key in groups), default=0)
-    for (name, layout, ranks, scales), sizes in groups.items():
+    width = max(map(len, names.values()), default=0)
+    for key, found in groups.items():
+        name, (_, layout, ranks, scales), sizes = names[key], key, [nbytes for _, nbytes in found]
         parts = [f"layout {layout}"]
         parts += [f"rank {', '.join(map(str, ranks))}"] if ranks else []
         parts += [f"scale {', '.join(f'{scale:g}' for scale in scales)}"] if scales else []
         count = f"{len(sizes)} × " if len(sizes) > 1 else ""
         lines.append(f"  {name:<{width}}  {'  '.join(parts)}  {count}{size(sum(sizes) // len(sizes))}")
     return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers in short: 0, 2-4."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _shown(key: str, value: Any) -> str:

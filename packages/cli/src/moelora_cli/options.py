@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from moelora.engine import EngineOptions
     from moelora.jobs.run import JobOptions
 
-POSITIVE = click.IntRange(min=1)
+
+class AtLeast(click.IntRange):
+    """An integer from `min` on. click's own calls it an "integer range" where it refuses what is no integer at all."""
+
+    name = "integer"
+
+
+POSITIVE = AtLeast(min=1)
+NOT_NEGATIVE = AtLeast(min=0)
 
 
 class DeviceType(click.ParamType):
@@ -97,9 +105,7 @@ score_options = _all(
         show_default=True,
         help="Only the sum over the prompt, or each token's log-probability too.",
     ),
-    click.option(
-        "--top-k", type=click.IntRange(min=0), default=0, show_default=True, help="Best tokens after the prompt."
-    ),
+    click.option("--top-k", type=NOT_NEGATIVE, default=0, show_default=True, help="Best tokens after the prompt."),
 )
 """What is said of each row."""
 
@@ -187,7 +193,7 @@ engine_options = _all(
         type=click.Choice(["rank_major", "grouped_by_expert"]),
         help="Column order of B in adapters of fused experts that do not state it.",
     ),
-    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For --load-format dummy."),
+    click.option("--seed", type=NOT_NEGATIVE, default=0, show_default=True, help="For --load-format dummy."),
 )
 """How the engine runs."""
 

@@ -98,8 +98,8 @@ def choose_backend(options: EngineOptions, device: torch.device) -> Backend:
         raise ConfigError(f"backend {name!r} does not run batch-invariantly; valid: triton or csgmv on CUDA")
     backend.batch_invariant = options.batch_invariant
     if options.attention not in backend.attention_kernels:
-        valid = backend.attention_kernels
-        raise ConfigError(choose_from("attention kernel of the backend", options.attention, valid))
+        valid = ", ".join(backend.attention_kernels)
+        raise ConfigError(f"backend {name!r} has no attention kernel {options.attention!r}; valid with it: {valid}")
     backend.attention_kernel = options.attention
     return backend
 

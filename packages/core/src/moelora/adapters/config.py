@@ -337,4 +337,5 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _hint_at_subfolders(folder: Path) -> str:
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
-    return f"; subfolders that have one: {', '.join(found[:5])}" if found else ""
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    return f"; subfolders that have one: {', '.join(found[:5])}{more}" if found else ""

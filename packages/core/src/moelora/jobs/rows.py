@@ -230,6 +230,8 @@ def _messages(value: Any) -> tuple[dict[str, Any], ...]:
         where = f"messages[{index}]"
         if not isinstance(message, dict):
             raise RequestError(f"{where} must be an object with role and content, got {describe(message)}")
+        if "role" not in message:
+            raise RequestError(f"{where} must be an object with role and content, and has no role")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where}.role must be a string, got {describe(message.get('role'))}")
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):

@@ -165,12 +165,12 @@ def fit(
         return encoded
     size = f"{len(encoded.token_ids)} tokens" + (f" and {longest} of the longest choice" if longest else "")
     exceed = f"exceed the limit of {limit}" + (f" ({origin})" if origin else "")
-    if not truncate:
-        raise RequestError(f"too long: {size} {exceed}")
     kept = encoded.token_ids[: len(opening)] == opening
     head = len(opening) if kept else 0
     if over > len(encoded.token_ids) - max(head, 1):
         raise RequestError(f"too long: {size} {exceed}, and choices are never cut")
+    if not truncate:
+        raise RequestError(f"too long: {size} {exceed}; --on-long truncate-left cuts the prompt on its left")
     return Encoded(
         token_ids=encoded.token_ids[:head] + encoded.token_ids[head + over :],
         choices=encoded.choices,

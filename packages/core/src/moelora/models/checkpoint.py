@@ -63,7 +63,7 @@ def find_model_folder(model: str | Path) -> Path:
     except (LocalEntryNotFoundError, OSError):
         raise CheckpointError(
             f"model {str(model)!r} is neither a folder nor a repository in the Hugging Face cache at "
-            f"{constants.HF_HUB_CACHE}; download it first (`hf download {model}`)"
+            f"{constants.HF_HUB_CACHE}; check the path, or download the model first (`hf download {model}`)"
         ) from None
 
 

@@ -21,6 +21,7 @@ from moelora.types import Result
 from moelora.verify.compare import Comparison, Tolerance
 from moelora.verify.reference import Reference, ReferenceChoice, ReferenceKind, choose_reference, require_peft
 from moelora.verify.sample import Sample, take_sample
+from moelora.wording import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ def verify(
     reference = Reference(source, catalogue, device=device, dtype=dtype, lora_b_layout=layout, seed=options.seed)
     comparisons = []
     for name, places in _by_adapter(taken).items():
-        on_event(f"scoring {len(places)} requests of {name} with the reference")
+        on_event(f"scoring {counted(len(places), 'request')} of {name} with the reference")
         requests = [taken.requests[i] for i in places]
         choice = choices.get(name, ReferenceChoice(kind=ReferenceKind.PLAIN))
         theirs, used = reference.score(name, adapters.get(name), choice, requests)
@@ -108,7 +109,7 @@ def _score_with_engine(
     job = PrefillJob(engine, encoder, job_options)
     numbered = ((row.line, request) for row, request in job.requests(rows))
     taken = take_sample(numbered, engine.adapter_names, size)
-    on_event(f"scoring {len(taken.requests)} requests in mixed batches")
+    on_event(f"scoring {counted(len(taken.requests), 'request')} in mixed batches")
     order = _mixed_order(taken)
     scored = engine.score([taken.requests[i] for i in order])
     results = dict(zip(order, scored, strict=True))
