@@ -14,6 +14,7 @@ from moelora import (
     CheckpointError,
     ConfigError,
     EngineOptions,
+    GraphMode,
     PrefillEngine,
     Request,
     RequestError,
@@ -273,11 +274,18 @@ def test_options_that_cannot_be_honoured(world):
         ({"max_tokens": 0}, "max_tokens"),
         ({"batch_invariant": True}, "batch"),
         ({"load_format": "gguf"}, "load format"),
+        ({"graph": "fulll"}, "unknown graph mode 'fulll'. Did you mean 'full'?"),
+        ({"max_tokens": "4k"}, "max_tokens must be an integer, got '4k'"),
+        ({"buckets": (64, 16)}, "buckets must ascend, got 64, 16"),
     ]:
         with pytest.raises(ConfigError, match=said):
             make_engine(world, **options)
     with pytest.raises(AdapterError, match="__base__"):
         PrefillEngine(world / "model", adapters={BASE_ADAPTER: world / "both"}, options=EngineOptions(device="cpu"))
+
+
+def test_the_value_of_a_graph_mode_stands_for_it():
+    assert EngineOptions(graph="off").graph is GraphMode.OFF
 
 
 def test_the_report_counts(world):

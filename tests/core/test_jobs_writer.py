@@ -69,6 +69,20 @@ def test_a_disk_that_takes_no_more_is_told_with_the_file(tmp_path: Path, name: s
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "maker"), [("a.jsonl", "pathlib.Path.open"), ("a.parquet", "pyarrow.parquet.ParquetWriter")]
+)
+def test_an_interrupt_while_a_file_is_made_leaves_none(tmp_path: Path, name: str, maker: str, monkeypatch):
+    def interrupted(path: Path, *_: Any, **__: Any) -> None:
+        path.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(maker, interrupted)
+    with pytest.raises(KeyboardInterrupt), open_output(tmp_path / name, BytesIO()):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_what_killed_processes_left_of_a_file_is_found_by_its_name(tmp_path: Path):
     others = [
         ".out.jsonl.0123abcd.tmp.bak",

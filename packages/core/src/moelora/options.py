@@ -33,7 +33,7 @@ class EngineOptions:
 
     Attributes:
         backend: "auto", a name of `moelora.backends.backend_names()`, or MODULE:CLASS. "auto" is triton on CUDA.
-        graph: Which CUDA graphs to capture; without a CUDA device none.
+        graph: Which CUDA graphs to capture, or its value as text ("full"); without a CUDA device none.
         device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N".
         dtype: Of weights, factors and activations: "auto", "bfloat16", "float16" or "float32". "auto" is the
             checkpoint's own on CUDA and float32 on the CPU. Sums, softmax and log-probabilities are float32 always.
@@ -52,7 +52,7 @@ class EngineOptions:
             again each time they are loaded.
 
     Raises:
-        ConfigError: If a number is below 1, or `load_format` is none of the three.
+        ConfigError: If a number is no integer or below 1, or `graph` or `load_format` is none of those there are.
     """
 
     backend: str = "auto"
@@ -74,8 +74,13 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_requests", "slots", "score_chunk_rows"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise ConfigError(f"{name} must be an integer, got {value!r}")
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.graph not in set(GraphMode):
+            raise ConfigError(choose_from("graph mode", str(self.graph), map(str, GraphMode)))
+        object.__setattr__(self, "graph", GraphMode(self.graph))  # "full" is taken, and modes are compared by identity
         if self.load_format not in {"auto", "safetensors", "dummy"}:
             raise ConfigError(choose_from("load format", self.load_format, ["auto", "safetensors", "dummy"]))
 
@@ -141,6 +146,8 @@ def derive_buckets(options: EngineOptions, capacity: PrefillCapacity) -> tuple[i
     buckets = options.buckets or default_buckets(tokens)
     if max(buckets) > tokens or min(buckets) < 1:
         raise ConfigError(f"buckets must lie in [1, max_tokens = {tokens}], got {', '.join(map(str, buckets))}")
+    if sorted(set(buckets)) != list(buckets):
+        raise ConfigError(f"buckets must ascend, got {', '.join(map(str, buckets))}")
     return buckets
 
 

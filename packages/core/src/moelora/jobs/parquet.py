@@ -129,7 +129,11 @@ class ParquetSink:
         self._final.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = self._final.with_name(f".{self._final.name}.{secrets.token_hex(4)}.tmp")
         self._schema = output_schema()
-        self._writer = parquet.ParquetWriter(self._temporary, self._schema, compression="zstd")
+        try:
+            self._writer = parquet.ParquetWriter(self._temporary, self._schema, compression="zstd")
+        except BaseException:  # as in AtomicFile
+            self._temporary.unlink(missing_ok=True)
+            raise
         return self
 
     def write(self, line: bytes) -> None:

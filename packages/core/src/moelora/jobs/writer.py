@@ -53,7 +53,11 @@ class AtomicFile:
     def __enter__(self) -> AtomicFile:
         self._final.parent.mkdir(parents=True, exist_ok=True)
         self._temporary = self._final.with_name(f".{self._final.name}.{secrets.token_hex(4)}.tmp")
-        self._file = self._temporary.open("xb")
+        try:
+            self._file = self._temporary.open("xb")
+        except BaseException:  # Ctrl-C may come when the file is there and this context not yet entered
+            self._temporary.unlink(missing_ok=True)
+            raise
         return self
 
     def write(self, line: bytes) -> None:
