@@ -133,6 +133,27 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path, name, budget):
             host.take(name)
 
 
+def test_a_file_that_changes_while_it_is_first_read_is_refused(tmp_path):
+    """Its configuration may be of the old adapter and its tensors of the new one."""
+    disk = Disk(tmp_path)
+
+    def load(name, path, allocate):
+        adapter = disk.load(name, path, allocate)
+        if name == "a2":
+            (path / "adapter_config.json").write_text("{ }")
+        return adapter
+
+    with pytest.raises(AdapterError, match="a2: changed while the run was under way"):
+        HostAdapters(disk.paths, load, disk.check)
+
+
+def test_what_is_written_beside_an_adapter_is_no_change(tmp_path):
+    disk = Disk(tmp_path)
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=0)
+    (tmp_path / "a1" / "training.log").write_text("step 7")
+    assert host.take("a1").name == "a1"
+
+
 def block(nbytes):
     return torch.empty(nbytes, dtype=torch.uint8)
 

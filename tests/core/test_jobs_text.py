@@ -183,6 +183,8 @@ def test_without_a_tokenizer_token_ids_pass_and_text_is_refused():
     for bad in (row("hello"), row(prompt_token_ids=(1,), choices=("a",)), row("", choices_token_ids=((1,),))):
         with pytest.raises(RequestError, match="no tokenizer files; give prompt_token_ids"):
             encoder.encode(bad)
+    with pytest.raises(RequestError, match="prompt_token_ids is empty, and the model x has no tokenizer files"):
+        encoder.encode(row(prompt_token_ids=(), choices_token_ids=((3,),)))
 
 
 def test_an_empty_folder_has_no_tokenizer_even_if_transformers_would_make_one(tmp_path: Path):

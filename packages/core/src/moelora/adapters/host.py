@@ -20,6 +20,9 @@ _CHECKERS = 8
 READ_AT_START = 4
 """Adapters that are read at the start: as many are needed soon, and so few are sooner read once than checked first."""
 
+_READ = (".json", ".safetensors")
+"""Endings of what an adapter is read from. A training run may still write its log beside them."""
+
 READ_AHEAD = 2
 """Adapters that are read, or wait to be copied, beside those that lie in host memory."""
 
@@ -101,7 +104,7 @@ class HostAdapters(Mapping[str, Adapter]):
                 say(f"reading adapter {name} from {source}")
                 self._stamps[name] = _stamp(source)
                 if name in first:  # one after the other: each by as many threads as are worth it
-                    pending.append((name, self._reader.submit(self._load, name, source, ordinary), True))
+                    pending.append((name, self._reader.submit(self._read, name, source, ordinary), True))
                 else:
                     pending.append((name, checkers.submit(check, name, source), False))
                 while len(pending) >= 2 * _CHECKERS:
@@ -164,15 +167,15 @@ class HostAdapters(Mapping[str, Adapter]):
         return name in self._kept and not self._pin
 
     def _make_ready(self, name: str) -> Adapter:
-        memory = Arena(page_locked)
+        memory, path = Arena(page_locked), self._outlines[name].path
         if name not in self._to_keep:
-            return self._read(name, memory.empty if self._pin else ordinary)
+            return self._read(name, path, memory.empty if self._pin else ordinary)
         if name not in self._kept:
-            self._kept[name] = self._read(name, ordinary)
+            self._kept[name] = self._read(name, path, ordinary)
         return pinned(self._kept[name], memory) if self._pin else self._kept[name]
 
-    def _read(self, name: str, allocate: Allocate) -> Adapter:
-        path = self._outlines[name].path
+    def _read(self, name: str, path: Path, allocate: Allocate) -> Adapter:
+        """Reads an adapter, whose files must be as they were when the run began with it."""
         adapter = self._load(name, path, allocate)
         if _stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
@@ -208,8 +211,9 @@ def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor
 
 
 def _stamp(folder: Path) -> object:
-    """Changes whenever a file of the adapter is written anew; None where the folder cannot be read."""
+    """Changes whenever a file that an adapter is read from is written anew; None where the folder cannot be read."""
     try:
-        return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file())
+        files = [p for p in folder.iterdir() if p.suffix in _READ]
+        return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)
     except OSError:
         return None

@@ -135,7 +135,8 @@ class TextEncoder:
         return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
 
     def _opening_or_refuse(self, what: str) -> tuple[int, ...]:
-        self._require()
+        if self._tokenizer is None:
+            raise RequestError(f"{what} is empty, and {self._missing}; give prompt_token_ids of a token or more")
         if not self.opening:
             raise RequestError(f"{what} is empty, and the tokenizer has neither BOS nor EOS to stand for it")
         return self.opening
