@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from moelora_kernels.ops.experts.lora import add_lora_columns, lora_columns, tile_rows
+from moelora_kernels.tile_order import place
 
 
 @triton.jit
@@ -223,13 +224,7 @@ def grouped_product(
     OFFSET: the integer type that reaches every element of x, wide and b.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
-    i_pid = tl.program_id(0)
-    blocks_n = tl.cdiv(n_cols, BN)
-    i_group = i_pid // (GROUP * blocks_n)
-    group = tl.minimum(tiles - i_group * GROUP, GROUP)
-    i_in = i_pid % (GROUP * blocks_n)
-    i_tile = i_group * GROUP + i_in % group
-    i_n = i_in // group
+    i_tile, i_n = place(tl.program_id(0), tiles, tl.cdiv(n_cols, BN), GROUP)
     # Loaded together, before the first of them is looked at: one latency instead of three.
     expert = tl.load(p_tile_expert + i_tile)
     first = tl.load(p_tile_first + i_tile)

@@ -13,15 +13,7 @@ import triton.language as tl
 
 from moelora_kernels.dot import dot
 from moelora_kernels.overlap import wait_for_last
-
-
-@triton.jit
-def place(i_work, M, blocks_n, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile of a piece of work: neighbours take GROUP_M tiles of rows, so that both operands are read from L2."""
-    per_group = GROUP_M * blocks_n
-    first_m = i_work // per_group * GROUP_M
-    height = tl.minimum(tl.cdiv(M, BLOCK_M) - first_m, GROUP_M)
-    return first_m + i_work % per_group % height, i_work % per_group // height
+from moelora_kernels.tile_order import place
 
 
 @triton.jit
@@ -92,7 +84,7 @@ def pointer_gemm_kernel(
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x[M, K] W[N, K]ᵀ (+ bias) (+ LoRA), for any strides of rows and any widths. One tile a program."""
-    i_m, i_n = place(tl.program_id(0), M, tl.cdiv(N, BLOCK_N), GROUP_M, BLOCK_M)
+    i_m, i_n = place(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns over the edge read the last one again: their sums are never stored, and the loop has no mask.
@@ -136,7 +128,7 @@ def tma_gemm_kernel(
     """
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for i_work in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        i_m, i_n = place(i_work, M, tl.cdiv(N, BLOCK_N), GROUP_M, BLOCK_M)
+        i_m, i_n = place(i_work, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if LORA:

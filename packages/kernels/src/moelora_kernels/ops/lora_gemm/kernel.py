@@ -12,8 +12,9 @@ import triton.language as tl
 
 from moelora_kernels.dot import dot
 from moelora_kernels.ops.dense_lora.kernel import pick
-from moelora_kernels.ops.invariant_gemm.kernel import add_lora, place, slot_list
+from moelora_kernels.ops.invariant_gemm.kernel import add_lora, slot_list
 from moelora_kernels.overlap import wait_for_last
+from moelora_kernels.tile_order import place
 
 
 @triton.jit
@@ -35,7 +36,7 @@ def projections_kernel(
     blocks2 = blocks1 + (tl.cdiv(N2, BLOCK_N) if NUM > 2 else 0)
     blocks_n = blocks2 + (tl.cdiv(N3, BLOCK_N) if NUM > 3 else 0)
     for i_work in range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * blocks_n, tl.num_programs(0)):
-        i_m, i_n = place(i_work, M, blocks_n, GROUP_M, BLOCK_M)
+        i_m, i_n = place(i_work, tl.cdiv(M, BLOCK_M), blocks_n, GROUP_M)
         i_p = (i_n >= blocks0).to(tl.int32) + (i_n >= blocks1).to(tl.int32) + (i_n >= blocks2).to(tl.int32)
         o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
         first_n = (i_n - pick(i_p, 0, blocks0, blocks1, blocks2, NUM)) * BLOCK_N

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from moelora_kernels.dot import dot
 from moelora_kernels.ops.experts.lora import add_lora_columns, tile_rows
+from moelora_kernels.tile_order import place
 
 _NOBODY = tl.constexpr(2147483647)
 
@@ -119,14 +120,7 @@ def score_tile(
 
     The target's logit `[N]` is written by the tile that holds it. With LoRA, rows come ordered by slot (ops/routes).
     """
-    # GROUP tiles of the vocabulary walk through the rows together, so that both stay in L2.
-    i_pid = tl.program_id(0)
-    blocks_n = tl.cdiv(vocab, BN)
-    i_group = i_pid // (GROUP * row_tiles)
-    group = tl.minimum(blocks_n - i_group * GROUP, GROUP)
-    i_in = i_pid % (GROUP * row_tiles)
-    i_n = i_group * GROUP + i_in % group
-    i_tile = i_in // group
+    i_n, i_tile = place(tl.program_id(0), tl.cdiv(vocab, BN), row_tiles, GROUP)
     if HAS_LORA:
         tile_size = tl.load(p_tile_rows + i_tile)
         if tile_size == 0:
@@ -212,11 +206,7 @@ def score_tiles_bulk(
     """
     blocks_n = tl.cdiv(vocab, BN)
     for i_work in tl.range(tl.program_id(0), blocks_n * row_tiles, tl.num_programs(0), flatten=FLATTEN):
-        i_group = i_work // (GROUP * row_tiles)
-        group = tl.minimum(blocks_n - i_group * GROUP, GROUP)
-        i_in = i_work % (GROUP * row_tiles)
-        i_n = i_group * GROUP + i_in % group
-        i_tile = i_in // group
+        i_n, i_tile = place(i_work, blocks_n, row_tiles, GROUP)
         b_acc = tl.zeros([BM, BN], tl.float32)
         for i_k in range(0, depth, BK):
             b_x = d_x.load([i_tile * BM, i_k])
