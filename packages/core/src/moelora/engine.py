@@ -33,13 +33,7 @@ from moelora.models.catalogue import build_catalogue
 from moelora.models.experts import moe_shapes
 from moelora.models.lora import install_lora
 from moelora.models.substitutes import Substitutes, install_substitutes
-from moelora.options import (
-    WINDOW_REQUESTS,
-    EngineOptions,
-    batch_limits,
-    choose_backend,
-    derive_buckets,
-)
+from moelora.options import WINDOW_REQUESTS, EngineOptions, batch_limits, choose_backend, derive_buckets
 from moelora.pipeline import BatchPipeline, Turn
 from moelora.scoring.head import ScoringHead
 from moelora.scoring.results import ResultBuilder
@@ -346,7 +340,8 @@ class PrefillEngine:
 
     def _prepare_backend(self) -> None:
         self._backend.init_graph_metadata(Phase.PREFILL, self._capacity, self._device)
-        shapes = moe_shapes(self._base.causal_lm, self._base.text_config, self._ranks())
+        ranks = BankLayout.of(self._adapters.values()).ranks  # the largest by target
+        shapes = moe_shapes(self._base.causal_lm, self._base.text_config, dict(ranks))
         if shapes:
             self._backend.init_moe_buffers(Phase.PREFILL, self._capacity, self._device, self._base.dtype, shapes)
 
@@ -369,10 +364,6 @@ class PrefillEngine:
             slots=slots,
             replaced="lm_head" in self._bank.layout.replaced,
         )
-
-    def _ranks(self) -> dict[str, int]:
-        """The largest rank by target."""
-        return dict(BankLayout.of(self._adapters.values()).ranks)
 
     def _select_runner(self, say: Callable[[str], None]) -> Selection:
         return select_runner(
