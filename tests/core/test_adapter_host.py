@@ -133,18 +133,19 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path, name, budget):
             host.take(name)
 
 
-def test_a_file_that_changes_while_it_is_first_read_is_refused(tmp_path):
+@pytest.mark.parametrize("changing", ["a2", "a4"], ids=["read", "checked"])
+def test_a_file_that_changes_while_it_is_first_looked_at_is_refused(tmp_path, changing):
     """Its configuration may be of the old adapter and its tensors of the new one."""
     disk = Disk(tmp_path)
 
     def load(name, path, allocate):
         adapter = disk.load(name, path, allocate)
-        if name == "a2":
+        if name == changing:
             (path / "adapter_config.json").write_text("{ }")
         return adapter
 
-    with pytest.raises(AdapterError, match="a2: changed while the run was under way"):
-        HostAdapters(disk.paths, load, disk.check)
+    with pytest.raises(AdapterError, match=f"{changing}: changed while the run was under way"):
+        HostAdapters(disk.paths, load, lambda name, path: load(name, path, ordinary))
 
 
 def test_what_is_written_beside_an_adapter_is_no_change(tmp_path):

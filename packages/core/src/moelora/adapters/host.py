@@ -106,7 +106,7 @@ class HostAdapters(Mapping[str, Adapter]):
                 if name in first:  # one after the other: each by as many threads as are worth it
                     pending.append((name, self._reader.submit(self._read, name, source, ordinary), True))
                 else:
-                    pending.append((name, checkers.submit(check, name, source), False))
+                    pending.append((name, checkers.submit(self._unchanged, name, source, check), False))
                 while len(pending) >= 2 * _CHECKERS:
                     name, looking, has_values = pending.popleft()
                     yield name, looking.result(), has_values
@@ -175,8 +175,11 @@ class HostAdapters(Mapping[str, Adapter]):
         return pinned(self._kept[name], memory) if self._pin else self._kept[name]
 
     def _read(self, name: str, path: Path, allocate: Allocate) -> Adapter:
-        """Reads an adapter, whose files must be as they were when the run began with it."""
-        adapter = self._load(name, path, allocate)
+        return self._unchanged(name, path, lambda name, path: self._load(name, path, allocate))
+
+    def _unchanged(self, name: str, path: Path, look: Check) -> Adapter:
+        """What `look` finds of an adapter, whose files must be as they were when the run began with it."""
+        adapter = look(name, path)
         if _stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
         return adapter
