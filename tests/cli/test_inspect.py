@@ -113,6 +113,8 @@ def test_a_checkpoint(model: Path, capsys: pytest.CaptureFixture[str]):
     assert (facts["packs_requests"], facts["tokenizer"], facts["dtype"]) == (True, False, "bfloat16")
     assert facts["adaptable"]["experts"] == 6
     assert facts["adaptable"]["router"] == 3
+    _, out, _ = inspect(capsys, model)
+    assert "1 embedding, 13 linear layers, 13 norms, 6 expert parameters, 3 routers" in out
 
 
 def test_what_is_neither_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

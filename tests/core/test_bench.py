@@ -353,6 +353,14 @@ def find_scaled(one: Measurement) -> Workload:
     return WORKLOADS["W4"].scaled(tokens=0.1)
 
 
+def test_prompts_beyond_the_models_positions_are_refused_before_anything_is_timed():
+    said: list[str] = []
+    bench = BenchOptions(workloads=(WORKLOADS["W4"], WORKLOADS["W3"]))
+    with pytest.raises(ConfigError, match="W3 has prompts of up to 4,096 tokens, and the model 512 positions"):
+        run_bench(TINY, bench, EngineOptions(device="cpu"), said.append)
+    assert said == []
+
+
 class TestCutting:
     def test_keeps_per_layer_lists_in_step(self):
         with cut_to_layers(SHAPES / "Qwen3.5-35B-A3B", 5, "dummy") as folder:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from moelora.errors import ConfigError, MoeloraError
+from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand, size
 
 if TYPE_CHECKING:
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 """The number of a layer in the name of a module."""
+
+_KINDS = {
+    "linear": "linear layer",
+    "router": "router",
+    "embedding": "embedding",
+    "experts": "expert parameter",
+    "whole": "norm",
+}
+"""What the kinds of targets are called when they are counted."""
 
 
 @click.command(cls=MoeloraCommand, short_help="What an adapter or a checkpoint holds.")
@@ -188,7 +198,7 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{count} {name}" for name, count in value.items())
+        return ", ".join(counted(count, _KINDS[kind]) for kind, count in value.items())
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return f"no: {value}" if key == "packs_requests" else str(value)

@@ -125,9 +125,10 @@ def _device_facts(devices: list[str], memory: dict[str, Any]) -> list[dict[str, 
 
     facts = []
     for name in devices:
-        free, total = free_device_memory(torch.device(resolve_device(name)))
+        device = torch.device(resolve_device(name))
+        free, total = free_device_memory(device)
         fits = None if free is None else memory["needed"] <= free
-        facts.append({"device": name, "free": free, "total": total, "fits": fits})
+        facts.append({"device": str(device), "free": free, "total": total, "fits": fits})
     return facts
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +68,8 @@ def run_bench(
 ) -> BenchReport:
     """Runs everything that `bench` asks for. `options` says how engines are made, graph mode and backend apart.
 
-    Raises what `PrefillEngine` raises, and `ConfigError` for layers that cannot be cut.
+    Raises what `PrefillEngine` raises, and `ConfigError` for layers that cannot be cut or prompts beyond the model's
+    positions.
     """
     if bench.layers is None:
         return _Bench(model, bench, options, on_event).run()
@@ -95,6 +96,16 @@ def cut_to_layers(folder: Path, layers: int, load_format: str) -> Iterator[Path]
         yield Path(made)
 
 
+def _check_lengths(workloads: Iterable[Workload], positions: int | None) -> None:
+    """Raises `ConfigError` for prompts that the model has no positions for, before anything is timed."""
+    for workload in workloads:
+        if positions is not None and workload.longest > positions:
+            raise ConfigError(
+                f"{workload.name} has prompts of up to {workload.longest:,} tokens, and the model {positions:,} "
+                "positions; give a smaller --scale, or another --workload"
+            )
+
+
 class _Bench:
     """One benchmark of one model folder."""
 
@@ -115,6 +126,7 @@ class _Bench:
             text_config, self._catalogue, moe_shapes(skeleton, text_config, {}), self._dtype.itemsize
         )
         self._layers = text_config.num_hidden_layers
+        _check_lengths(bench.workloads, getattr(text_config, "max_position_embeddings", None))
 
     def run(self, named: str | None = None) -> BenchReport:
         """Everything, in order. named: what the report calls the model."""
