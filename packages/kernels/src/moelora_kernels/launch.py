@@ -64,6 +64,12 @@ def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+@cache
+def hopper_or_later(device: torch.device) -> bool:
+    """Whether `device` has bulk copies, and starts a kernel before the one in front of it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def programs(device: torch.device, work: int, per_multiprocessor: int) -> int:
     """Programs of a persistent grid: enough to fill the device, never more than there is work, at least one.
 

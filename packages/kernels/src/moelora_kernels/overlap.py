@@ -9,23 +9,17 @@ one another whole. Needs CUDA 12.3 or later to be captured in a graph.
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-
-@cache
-def can_overlap(device: torch.device) -> bool:
-    """Whether `device` starts kernels early."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+from moelora_kernels.launch import hopper_or_later
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Options of a launch that may start early; the kernel takes OVERLAP."""
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if hopper_or_later(device) else {"OVERLAP": False}
 
 
 @triton.jit

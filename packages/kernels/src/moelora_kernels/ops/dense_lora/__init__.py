@@ -12,12 +12,20 @@ from typing import Any
 import torch
 
 from moelora.backends.base import DenseSlots
-from moelora_kernels.launch import FLOAT_DTYPES, INT32_LIMIT, programs, require, require_device, require_rows
+from moelora_kernels.launch import (
+    FLOAT_DTYPES,
+    INT32_LIMIT,
+    hopper_or_later,
+    programs,
+    require,
+    require_device,
+    require_rows,
+)
 from moelora_kernels.ops.dense_lora.config import DenseConfig, pick_config
 from moelora_kernels.ops.dense_lora.kernel import expand_kernel, gather_kernel, shrink_kernel, shrink_narrow_kernel
 from moelora_kernels.ops.dense_lora.naive import naive_dense_lora, naive_embedding_lora
 from moelora_kernels.ops.dense_lora.tiles import TileList, cut_tiles, make_tile_list, pick_tile_rows
-from moelora_kernels.overlap import can_overlap, overlapping
+from moelora_kernels.overlap import overlapping
 
 __all__ = [
     "MAX_FUSED",
@@ -183,7 +191,7 @@ def shrink(
         "GATHER": rows.perm_T is not None,
         "BY_TOKEN": by_token,
         "PARTS": parts,
-        "OVERLAP": can_overlap(x_TK.device),
+        "OVERLAP": hopper_or_later(x_TK.device),
         "BLOCK_M": block_m,
         "BLOCK_K": config.block_k,
     }

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moelora_kernels.launch import INT32_LIMIT, programs, require, require_device, require_dtype, require_rows
+from moelora_kernels.launch import (
+    INT32_LIMIT,
+    hopper_or_later,
+    programs,
+    require,
+    require_device,
+    require_dtype,
+    require_rows,
+)
 from moelora_kernels.ops.invariant_gemm.config import GemmConfig, pick_config
 from moelora_kernels.ops.invariant_gemm.kernel import pointer_gemm_kernel, tma_gemm_kernel
 from moelora_kernels.ops.invariant_gemm.naive import naive_invariant_gemm
@@ -109,10 +117,7 @@ def invariant_gemm(
 def bulk_copies(*matrices: torch.Tensor) -> bool:
     """Tensor descriptors want Hopper or later, and rows that start at multiples of 16 bytes."""
     return all(
-        t.is_cuda
-        and torch.cuda.get_device_capability(t.device) >= (9, 0)
-        and t.data_ptr() % 16 == 0
-        and t.stride(0) * t.element_size() % 16 == 0
+        hopper_or_later(t.device) and t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
         for t in matrices
     )
 
