@@ -9,7 +9,7 @@ which of the equals is taken decides what a token sees, and that is torch's to s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,18 +26,12 @@ _BEYOND = ("torch.", "transformers.generation.", "transformers.modeling_utils")
 
 def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
     """Wraps every method of `model`'s routers that calls topk; returns the class of each module that has one."""
-    found: list[str] = []
-    methods: dict[type, tuple[str, ...]] = {}
-    for module in _around_experts(model):
-        cls = type(module)
-        if cls not in methods:
-            methods[cls] = _methods(cls)
-        names = methods[cls]
-        for name in names:
+    modules = _around_experts(model)
+    methods = {cls: _methods(cls) for cls in {type(module) for module in modules}}
+    for module in modules:
+        for name in methods[type(module)]:
             setattr(module, name, _wrapped(weakly(getattr(module, name)), ops))
-        if names:
-            found.append(cls.__name__)
-    return found
+    return [type(module).__name__ for module in modules if methods[type(module)]]
 
 
 def _around_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -79,21 +73,31 @@ class _TopK(TorchFunctionMode):
         self._ops = ops
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = None
         if func is torch.topk or func is torch.Tensor.topk:
-            for x, k in _plain(*args, **(kwargs or {})):
-                made = self._ops.top_k(x.reshape(-1, x.shape[-1]), k)
-                if made is not None:
-                    return torch.return_types.topk((made[0].view(*x.shape[:-1], k), made[1].view(*x.shape[:-1], k)))
-        return func(*args, **(kwargs or {}))
+            made = _by_kernel(self._ops, *args, **kwargs)
+        return func(*args, **kwargs) if made is None else made
 
 
-def _plain(
-    input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **others: Any
-) -> Iterator[tuple[torch.Tensor, int]]:
-    """The input and k of a call that wants the largest of the last dimension; nothing for any other call.
+def _by_kernel(
+    ops: FusedOps,
+    input: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,
+    **others: Any,
+) -> Any:
+    """What topk gives for the largest of the last dimension; None for any other call, or what the kernel cannot do.
 
     A k that is no plain int, such as a tensor, is torch's to read, and one that the dimension has not its to refuse.
     """
     usual = largest and not others and input.numel() and input.ndim > 0 and dim in (-1, input.ndim - 1)
-    if usual and type(k) is int and 0 < k <= input.shape[-1]:
-        yield input, k
+    if not usual or type(k) is not int or not 0 < k <= input.shape[-1]:
+        return None
+    made = ops.top_k(input.reshape(-1, input.shape[-1]), k)
+    if made is None:
+        return None
+    values, indices = (one.view(*input.shape[:-1], k) for one in made)
+    return torch.return_types.topk((values, indices))
