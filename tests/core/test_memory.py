@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from arch_world import make, runnable
 from moelora import EngineOptions, GraphMode, PrefillEngine, Request, memory
 from moelora.backends import get_backend
 from moelora.batching.packing import pack
@@ -141,6 +142,24 @@ def test_the_fused_head_needs_no_chunk_of_logits(world):
     for backend, chunk in (("torch", 1000), ("triton", 255)):
         options = EngineOptions(device="cpu", backend=backend, max_tokens=64, score_chunk_rows=1000)
         assert choose_capacity(options, sizing)[1].scoring_chunk == chunk * sizing.config.vocab_size * 8
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["hy_v4", "ernie4_5_moe"])
+def test_what_a_model_keeps_in_float32_is_counted_as_such(tmp_path, name):
+    model_class, config = runnable(name, torch.bfloat16)
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    options = EngineOptions(device="cpu", backend="triton", dtype="bfloat16", max_tokens=4096, score_chunk_rows=2)
+    planned = PlanningEngine(tmp_path, adapters={}, options=options).report()["memory"]
+    engine = PrefillEngine(tmp_path, options=options)
+    head = engine._base.causal_lm.lm_head.weight
+    wide = sum(p.numel() for p in engine._base.causal_lm.parameters() if p.dtype is torch.float32)
+    assert (head.dtype is torch.float32, wide > 0) == (name == "hy_v4", True)
+    buffers = sum(b.nbytes for b in engine._base.causal_lm.buffers())
+    assert planned["base"] - engine._base.nbytes == pytest.approx(0, abs=buffers)  # some are made in another dtype
+    tiles = 12 * -(-head.shape[0] // 256)
+    gathered = head.shape[1] * (6 if name == "hy_v4" else 2)
+    assert planned["scoring_chunk"] == 4096 * (tiles + gathered)
 
 
 class Alive(TorchDispatchMode):

@@ -8,12 +8,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from adapter_writers import AdapterWriter
+from arch_world import make as make_model
+from arch_world import runnable
 from moelora import EngineOptions, PrefillEngine, Request, Result
 from moelora.backends import get_backend
 from moelora.backends.base import DenseSlots, RowScores
 from moelora.batching.packing import HeadRows
+from moelora.batching.sequences import NO_TARGET
 from moelora.errors import ConfigError
 from moelora.models.base_model import load_base, open_base
+from moelora.models.catalogue import build_catalogue
+from moelora.scoring import head as head_module
 from moelora.scoring.head import ScoringHead
 from moelora_kernels.ops import score_head
 from moelora_kernels.ops.score_head import HeadConfig, score_rows
@@ -177,6 +183,59 @@ def test_a_soft_cap_is_recognised_though_it_hardly_shows_on_small_logits(tmp_pat
     head.recognise(torch.randn(4, base.text_config.hidden_size).to(base.dtype) * 1e-3)
     assert head.fused
     assert head._fused_head.softcap == 30.0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "invariant"), [("torch", False), ("triton", False), ("triton", True)])
+def test_a_head_kept_in_float32_scores_as_in_the_models_own_forward(tmp_path, monkeypatch, backend, invariant):
+    """hy_v4 in bf16 brings its hidden rows to fp32 for lm_head, base and LoRA alike."""
+    monkeypatch.setattr(head_module, "FUSED_ROWS", 1)
+    model_class, config = runnable("hy_v4", torch.bfloat16)
+    make_model(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    plain = model_class.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
+    assert plain.lm_head.weight.dtype is torch.float32
+    catalogue = build_catalogue(open_base(tmp_path / "model").skeleton())
+    AdapterWriter(catalogue, r=4, alpha=8, seed=5).dense("lm_head").write(tmp_path / "tuned")
+    options = EngineOptions(
+        device="cpu", backend=backend, batch_invariant=invariant, dtype="bfloat16", graph="off", max_tokens=64
+    )
+    engine = PrefillEngine(tmp_path / "model", adapters={"tuned": tmp_path / "tuned"}, options=options)
+    assert engine._head.fused is (backend == "triton")
+    ids = torch.randint(3, 120, (30,), generator=torch.Generator().manual_seed(1))
+    (tuned,) = engine.score([Request(token_ids=ids.tolist(), adapter="tuned")])  # loads it into slot 0
+    assert tuned.error is None
+
+    with torch.inference_mode():
+        hidden_TH = plain.model(input_ids=ids[None]).last_hidden_state[0]
+        logits_TV = plain(input_ids=ids[None]).logits[0].double()
+        assert hidden_TH.dtype is torch.bfloat16
+        slots = engine._bank.slots["lm_head"]
+        slot_N = torch.tensor([0, -1] * 15, dtype=torch.int32)
+        logits_TV[::2] += hidden_TH[::2].double() @ slots.a_LRI[0].double().T @ slots.b_LOR[0].double().T
+        target_N = ids.roll(-1)
+        target_N[-2:] = NO_TARGET
+        open_M = torch.tensor([28, 29])
+        rows = HeadRows(
+            position_N=torch.arange(30), target_N=target_N, slot_N=slot_N, open_M=open_M,
+            slots=slot_N.numpy(), opens=open_M.numpy(),
+        )  # fmt: skip
+        scores = engine._head.score(hidden_TH, rows, top_k=3)
+    expected_TV = torch.log_softmax(logits_TV, -1)
+    wanted_N = expected_TV.gather(1, target_N.clamp(min=0)[:, None])[:, 0]
+    near = {"atol": 2e-5, "rtol": 1e-6}
+    torch.testing.assert_close(scores.target_logprob_N[:28].double(), wanted_N[:28], **near)
+    best = expected_TV[28:].topk(3)
+    assert torch.equal(scores.top_ids_MK, best.indices)
+    torch.testing.assert_close(scores.top_logprobs_MK.double(), best.values, **near)
+
+
+def test_factors_may_be_narrower_than_rows_in_fp32_alone():
+    x, w, targets, slots, row_slot = make(20, 70, 32, seed=6, ranks=[4, 16], R=16)
+    narrow = DenseSlots(a_LRI=slots.a_LRI.bfloat16(), b_LOR=slots.b_LOR.bfloat16(), ranks_L=slots.ranks_L)
+    more = {"slots": narrow, "row_slot_N": row_slot, "top_k": 2}
+    compare(score_rows(x, w, targets, config=SMALL, **more), naive_scores(x, w, targets, **more), 2)
+    with pytest.raises(ConfigError, match=r"A of lm_head is torch\.float32, its rows are torch\.bfloat16"):
+        score_rows(x.bfloat16(), w.bfloat16(), targets, slots=slots, row_slot_N=row_slot)
 
 
 def test_an_unfused_head_gives_a_row_the_same_bits_in_any_number_of_rows(tmp_path):

@@ -18,6 +18,7 @@ from moelora.capacity import PrefillCapacity
 from moelora.graphs.select import first_mode
 from moelora.models.architecture import Architecture
 from moelora.models.experts import moe_shapes
+from moelora.models.kept import kept_in_float32
 from moelora.options import EngineOptions, choose_backend, derive_buckets, derive_capacity
 from moelora.scoring.head import FUSED_ROWS, chunk_rows_of, row_bytes
 from moelora.types import GraphMode, Phase
@@ -196,7 +197,8 @@ def plan_memory(
         # Graphs share the memory of their activations and results, as much as the largest needs.
         graphs = max(buckets) * per_token
     left = None if free is None else max(free - base - bank - made.nbytes - graphs, 0)
-    chunk = options.score_chunk_rows or chunk_rows_of(config.vocab_size, dtype, left)
+    head_dtype = _head_dtype(sizing)
+    chunk = options.score_chunk_rows or chunk_rows_of(config.vocab_size, head_dtype, left)
     return MemoryPlan(
         base=base,
         bank=bank,
@@ -206,6 +208,7 @@ def plan_memory(
         scoring_chunk=_scoring_bytes(
             config,
             dtype,
+            head_dtype,
             rows=capacity.max_tokens,
             chunk=chunk,
             fused=backend.fused_ops is not None and "lm_head" not in layout.replaced,
@@ -245,23 +248,41 @@ def _layer_width(config: Any, *, fused: bool) -> int:
     return max(attention, 3 * hidden + 3 * inner + 4 * experts)
 
 
-def _scoring_bytes(config: Any, dtype: torch.dtype, *, rows: int, chunk: int, fused: bool) -> int:
-    """A chunk of logits. The fused head leaves the library a few rows at a time, and holds three values per tile."""
+def _scoring_bytes(
+    config: Any, dtype: torch.dtype, head_dtype: torch.dtype, *, rows: int, chunk: int, fused: bool
+) -> int:
+    """A chunk of logits. The fused head leaves the library a few rows at a time, and holds three values per tile.
+
+    dtype: of the rows, which are gathered, and brought to `head_dtype` if that is another.
+    """
     vocab = config.vocab_size
     if not fused:
-        return chunk * row_bytes(vocab, dtype)
-    by_library = min(chunk, FUSED_ROWS - 1) * row_bytes(vocab, dtype)
-    by_kernel = rows * (-(-vocab // _HEAD_TILE) * 12 + config.hidden_size * dtype.itemsize)
+        return chunk * row_bytes(vocab, head_dtype)
+    by_library = min(chunk, FUSED_ROWS - 1) * row_bytes(vocab, head_dtype)
+    element = sum(each.itemsize for each in {dtype, head_dtype})
+    by_kernel = rows * (-(-vocab // _HEAD_TILE) * 12 + config.hidden_size * element)
     return max(by_library, by_kernel)
 
 
 def _weights(skeleton: Any, catalogue: Catalogue, dtype: torch.dtype) -> int:
-    """Parameters in `dtype` and buffers as they are; a tied head counts once."""
-    parameters = {id(p): p.numel() for p in skeleton.parameters()}
+    """Parameters in `dtype`, or in float32 where the model keeps them so, and buffers as they are; a tied head once."""
+    is_kept = kept_in_float32(skeleton, dtype)
+    parameters = {
+        id(p): p.numel() * (torch.float32 if is_kept(name) else dtype).itemsize
+        for name, p in skeleton.named_parameters()
+    }
     head, embedding = skeleton.get_output_embeddings(), skeleton.get_input_embeddings()
     if catalogue.tied_lm_head and head.weight is not embedding.weight:
         del parameters[id(head.weight)]
-    return sum(parameters.values()) * dtype.itemsize + sum(b.nbytes for b in skeleton.buffers())
+    return sum(parameters.values()) + sum(b.nbytes for b in skeleton.buffers())
+
+
+def _head_dtype(sizing: Sizing) -> torch.dtype:
+    """The dtype of lm_head's weight and so of its logits; a tied head is the embedding."""
+    head, embedding = sizing.skeleton.get_output_embeddings(), sizing.skeleton.get_input_embeddings()
+    weight = embedding.weight if sizing.catalogue.tied_lm_head else head.weight
+    name = next(name for name, parameter in sizing.skeleton.named_parameters() if parameter is weight)
+    return torch.float32 if kept_in_float32(sizing.skeleton, sizing.dtype)(name) else sizing.dtype
 
 
 class _Allocations(TorchDispatchMode):

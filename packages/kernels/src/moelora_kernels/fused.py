@@ -46,7 +46,7 @@ class TritonOps:
         open_M: torch.Tensor,
         top_k: int,
     ) -> RowScores | None:
-        if top_k > MAX_TOP_K or head.weight_VH.dtype is not hidden_NH.dtype:
+        if top_k > MAX_TOP_K or hidden_NH.dtype not in FLOAT_DTYPES:
             return None
         score = partial(
             score_rows,

@@ -203,6 +203,7 @@ class FusedOps(Protocol):
     ) -> RowScores | None:
         """Scores rows without writing their logits, or None for what it cannot do. All tensors on the device.
 
+        hidden_NH `[N, H]`: in the dtype of the head's weight, which may be wider than that of its LoRA factors.
         targets_N: int64, negative where there is none. row_slot_N: int32. open_M: int64, the rows without a target,
         whose `top_k` best are wanted. Does not wait for the device.
         """

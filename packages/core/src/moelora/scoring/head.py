@@ -77,7 +77,8 @@ class ScoringHead:
         self._backend = backend
         self._vocab = base.text_config.vocab_size
         free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else None
-        self.chunk_rows = chunk_rows or chunk_rows_of(base.text_config.vocab_size, base.dtype, free)
+        dtype = base.causal_lm.get_output_embeddings().weight.dtype
+        self.chunk_rows = chunk_rows or chunk_rows_of(base.text_config.vocab_size, dtype, free)
         self._stub = _BodyStub()
 
     def score(self, hidden_TH: torch.Tensor, rows: HeadRows, *, top_k: int) -> RowScores:
@@ -86,7 +87,8 @@ class ScoringHead:
         if self._fused_head is not None and (rows.count >= FUSED_ROWS or self._backend.batch_invariant):
             ops = self._backend.fused_ops
             assert ops is not None
-            scores = ops.score_rows(hidden_NH, self._fused_head, rows.target_N, rows.slot_N, rows.open_M, top_k)
+            x_NH = hidden_NH.to(self._fused_head.weight_VH.dtype)
+            scores = ops.score_rows(x_NH, self._fused_head, rows.target_N, rows.slot_N, rows.open_M, top_k)
             if scores is not None:
                 return scores
         size, count = self.chunk_rows, rows.count
@@ -98,20 +100,26 @@ class ScoringHead:
         return _join(parts, count)
 
     def recognise(self, hidden_CH: torch.Tensor) -> None:
-        """Finds out whether this model's head is one product, by comparing its logits on a few real hidden rows."""
+        """Finds out whether this model's head is one product, by comparing its logits on a few real hidden rows.
+
+        The product is taken in the dtype of its weight, which some models keep in fp32 whatever the dtype of the body.
+        """
         if not self._may_fuse:
             return
         head = self._base.causal_lm.get_output_embeddings()
+        weight_VH = head.weight
         # Enlarged rows too: what bends large logits alone, a soft cap, would not show on small ones.
-        largest = float(torch.nn.functional.linear(hidden_CH, head.weight).abs().max())
+        largest = float(torch.nn.functional.linear(hidden_CH.to(weight_VH.dtype), weight_VH).abs().max())
         hidden_CH = torch.cat([hidden_CH, hidden_CH * (_LARGE_LOGIT / max(largest, _SUM_ERROR))])
         base_slots = torch.full((hidden_CH.shape[0],), BASE_SLOT, dtype=torch.int32)
-        own_CV = self.logits(hidden_CH, base_slots.to(hidden_CH.device), has_lora=False).float()
-        plain_CV = torch.nn.functional.linear(hidden_CH, head.weight, getattr(head, "bias", None)).float()
+        own_CV = self.logits(hidden_CH, base_slots.to(hidden_CH.device), has_lora=False)
+        bias_V = getattr(head, "bias", None)
+        plain_CV = torch.nn.functional.linear(hidden_CH.to(weight_VH.dtype), weight_VH, bias_V)
         if plain_CV.shape != own_CV.shape:  # a head that leaves out padded rows of the vocabulary
             return
         # Both products may be summed and rounded otherwise: the dtype's spacing, and what fp32 sums of thousands lose.
-        room = max(4 * torch.finfo(self._base.dtype).eps, _SUM_ERROR)
+        room = max(4 * max(torch.finfo(x.dtype).eps for x in (own_CV, plain_CV)), _SUM_ERROR)
+        own_CV, plain_CV = own_CV.float(), plain_CV.float()
         for scale, softcap in _scalings(self._base.text_config):
             logits_CV = plain_CV * scale
             if softcap is not None:
@@ -119,8 +127,8 @@ class ScoringHead:
             largest_C1 = own_CV.abs().amax(dim=1, keepdim=True)
             if bool(((own_CV - logits_CV).abs() <= room * largest_C1).all()):
                 self._fused_head = HeadWeights(
-                    weight_VH=head.weight,
-                    bias_V=getattr(head, "bias", None),
+                    weight_VH=weight_VH,
+                    bias_V=bias_V,
                     slots=self._slots,
                     scale=scale,
                     softcap=softcap,
@@ -193,13 +201,13 @@ def _best(logits_CV: torch.Tensor, rows_M: torch.Tensor, k: int) -> tuple[torch.
 
 
 def chunk_rows_of(vocab_size: int, dtype: torch.dtype, free: int | None) -> int:
-    """Rows of logits held at once. free: bytes free on a CUDA device, None on the CPU."""
+    """Rows of logits held at once. dtype: lm_head's. free: bytes free on a CUDA device, None on the CPU."""
     budget = _CPU_CHUNK_BYTES if free is None else min(_CUDA_CHUNK_BYTES, max(free // 8, _CPU_CHUNK_BYTES))
     return max(1, budget // row_bytes(vocab_size, dtype))
 
 
 def row_bytes(vocab_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one row of logits while it is scored: in the model's dtype and in fp32."""
+    """Bytes of one row of logits while it is scored: in the dtype of lm_head and in fp32."""
     return vocab_size * (dtype.itemsize + 4)
 
 

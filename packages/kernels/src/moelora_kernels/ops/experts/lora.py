@@ -66,7 +66,7 @@ def add_lora_columns(
             m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
             b_b = tl.max_constancy(b_slot.to(tl.int64) * s_b_l, 16) + b_r
             b_f = tl.load(p_bt + b_b[:, None], mask=m_b[:, None], other=0.0)  # [BR, BN]
-            b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
+            b_acc = tl.dot(b_y, b_f.to(b_y.dtype), b_acc, input_precision=PRECISION)
     else:
         for i_slot in range(START // RP, num_slots):
             slot = tl.load(p_slots + i_slot)
@@ -79,5 +79,5 @@ def add_lora_columns(
                 m_b = m_c if R % 16 == 0 else m_c & (b_r < R)
                 p_bs = p_bt + slot.to(tl.int64) * s_b_l
                 b_f = tl.load(p_bs + b_r[:, None], mask=m_b[:, None], other=0.0)
-                b_acc = tl.dot(b_y, b_f, b_acc, input_precision=PRECISION)
+                b_acc = tl.dot(b_y, b_f.to(b_y.dtype), b_acc, input_precision=PRECISION)
     return b_acc

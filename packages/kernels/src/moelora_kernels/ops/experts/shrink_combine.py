@@ -87,7 +87,7 @@ def shrink(
                 else:
                     b_xk = tl.load(p_xk, mask=o_k[None, :] < depth - o_depth, other=0.0)
                     b_ak = tl.load(p_at, mask=m_r[None, :] & (o_k[:, None] < depth - o_depth), other=0.0)
-                b_acc = tl.dot(b_xk, b_ak, b_acc, input_precision=PRECISION)
+                b_acc = tl.dot(b_xk, b_ak.to(b_xk.dtype), b_acc, input_precision=PRECISION)
                 p_xk += BK
                 p_at += BK
             m_own = m_c[None, :] & (b_row_slot[:, None] == b_slot[None, :])

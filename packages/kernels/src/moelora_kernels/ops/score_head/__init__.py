@@ -71,9 +71,10 @@ def score_rows(
 
     hidden_NH `[N, H]` (the rows already gathered) and weight_VH `[V, H]` in fp32, bf16 or fp16; targets_N int64 or
     int32, an id outside `[0, V)` means none. row_slot_N: int32 `[N]`, -1 for the base; needed with `slots`, whose
-    factors must be finite. logit_scale multiplies the logits, `softcap` c then turns them into c·tanh(logit / c). top_k
-    is at most 64. Log-probabilities are in nats, all reductions fp32. A row's bits depend on the row alone. Runs
-    outside graphs: it allocates its results and scratch. Raises `ConfigError` for what it cannot do.
+    factors must be finite, in the rows' dtype, or in any of the three under fp32 rows. logit_scale multiplies the
+    logits, `softcap` c then turns them into c·tanh(logit / c). top_k is at most 64. Log-probabilities are in nats, all
+    reductions fp32. A row's bits depend on the row alone. Runs outside graphs: it allocates its results and scratch.
+    Raises `ConfigError` for what it cannot do.
     """
     N = hidden_NH.shape[0]
     V = weight_VH.shape[0]
@@ -224,8 +225,13 @@ def _check(
     if slots is not None:
         if row_slot_N is None or row_slot_N.dtype is not torch.int32 or row_slot_N.shape != targets_N.shape:
             raise ConfigError("LoRA on lm_head needs row_slot_N, int32, one entry per row")
-        if not slots.a_LRI.is_contiguous() or not slots.b_LOR.is_contiguous():
-            raise ConfigError("LoRA factors of lm_head must be contiguous")
+        for name, factor in (("A", slots.a_LRI), ("B", slots.b_LOR)):
+            if not factor.is_contiguous():
+                raise ConfigError("LoRA factors of lm_head must be contiguous")
+            if factor.dtype is not hidden_NH.dtype and hidden_NH.dtype is not torch.float32:
+                raise ConfigError(
+                    f"{name} of lm_head is {factor.dtype}, its rows are {hidden_NH.dtype}; use a bank in their dtype"
+                )
 
 
 __all__ = ["MAX_TOP_K", "HeadConfig", "RowScores", "score_rows"]
