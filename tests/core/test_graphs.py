@@ -16,6 +16,7 @@ import moelora.graphs.captured as captured
 import moelora.graphs.select
 import moelora.models.base_model
 import moelora.options
+from arch_world import adapt_everything, make, runnable
 from moelora import BASE_ADAPTER, EngineOptions, GraphMode, PrefillEngine, Request, RunMode
 from moelora.backends.base import Capabilities
 from moelora.backends.torch_reference import TorchBackend
@@ -25,6 +26,7 @@ from moelora.graphs.recorder import Recorder, Recording
 from moelora.graphs.select import select_runner
 from moelora.jobs.plan import PlanningEngine
 from moelora.models.base_model import open_base
+from moelora.models.catalogue import build_catalogue
 from tiny_models import VOCAB, peft_adapter, save_model
 
 BUCKETS = (4, 16, 48, 64)
@@ -368,6 +370,27 @@ def test_token_mixers_between_the_parts_of_a_graph(tmp_path, monkeypatch):
         [row(2, "both"), row(30, start=5)],
         [row(5)] * 7,
     ):
+        results = graphed.score(batch)
+        assert {r.mode for r in results} == {RunMode.BREAKABLE}
+        close(results, eager.score(batch))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm5_next",  # an attention that hands top-k indices to later layers, or None
+        "inkling+nofloor",  # one convolution function, called at several widths
+    ],
+)
+def test_token_mixers_whose_results_differ_between_layers(tmp_path, monkeypatch, name):
+    model_class, config = runnable(name)
+    make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    adapt_everything(build_catalogue(open_base(tmp_path / "model").skeleton()), tmp_path / "tuned", seed=5)
+    adapters = {"tuned": tmp_path / "tuned"}
+    eager = PrefillEngine(tmp_path / "model", adapters=adapters, options=EngineOptions(device="cpu", graph="off"))
+    graphed = make_engine(tmp_path, monkeypatch, GraphMode.BREAKABLE, names=["tuned"])
+    for batch in ([row(20, "tuned"), row(14), row(9, "tuned")], [row(30, start=5)], [row(5), row(8, "tuned")]):
         results = graphed.score(batch)
         assert {r.mode for r in results} == {RunMode.BREAKABLE}
         close(results, eager.score(batch))

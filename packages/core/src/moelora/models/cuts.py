@@ -74,7 +74,7 @@ class Joined:
         self._leaves: list[Any] = []
         self._paths = [keystr(path) for path, _ in with_paths]
         for name, (_, leaf) in zip(self._paths, with_paths, strict=True):
-            if isinstance(leaf, torch.Tensor) and dims.get(name):
+            if self._moves(name, leaf):
                 shape = [tokens if i in dims[name] else n for i, n in enumerate(leaf.shape)]
                 leaf = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
             self._leaves.append(leaf)
@@ -85,7 +85,9 @@ class Joined:
         if spec != self._spec:
             raise NotCuttable("the results of two requests have different forms")
         for i, (name, (_, leaf)) in enumerate(zip(self._paths, with_paths, strict=True)):
-            if isinstance(leaf, torch.Tensor) and self._dims.get(name):
+            if self._moves(name, leaf) != self._moves(name, self._leaves[i]):
+                raise NotCuttable(f"{name} is a tensor in the results of some requests alone")
+            if self._moves(name, leaf):
                 narrow(self._leaves[i], self._dims[name], rows).copy_(leaf)
             else:
                 self._leaves[i] = leaf
@@ -93,7 +95,7 @@ class Joined:
     @property
     def moving(self) -> list[torch.Tensor]:
         """The tensors that count tokens, in a fixed order."""
-        return [leaf for name, leaf in zip(self._paths, self._leaves, strict=True) if self._dims.get(name)]
+        return [leaf for name, leaf in zip(self._paths, self._leaves, strict=True) if self._moves(name, leaf)]
 
     @property
     def result(self) -> Any:
@@ -106,9 +108,14 @@ class Joined:
         other._spec, other._dims, other._paths = self._spec, self._dims, self._paths
         given = iter(moving)
         other._leaves = [
-            next(given) if self._dims.get(name) else leaf for name, leaf in zip(self._paths, self._leaves, strict=True)
+            next(given) if self._moves(name, leaf) else leaf
+            for name, leaf in zip(self._paths, self._leaves, strict=True)
         ]
         return other
+
+    def _moves(self, name: str, leaf: Any) -> bool:
+        """Whether a leaf counts tokens. The same place of a result may be None in another layer of the same class."""
+        return isinstance(leaf, torch.Tensor) and bool(self._dims.get(name))
 
     def form(self) -> Joined:
         """The form alone: nothing that counts tokens is kept in memory."""

@@ -40,6 +40,14 @@ class Loop:
     outputs: Dims = field(default_factory=dict)
 
 
+_Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+def _shapes_of(given: Any) -> _Shapes:
+    """Where the tensors of a call stand among its arguments, and how large they are."""
+    return tuple((path, x.shape, x.dtype) for path, x in tensors_of(given)[0].items())
+
+
 class LoopedCall:
     """Takes the place of a call: makes it for each request of the running forward apart, and joins the results.
 
@@ -53,7 +61,8 @@ class LoopedCall:
         self._original = original
         self._loop = loop
         self._prepare = prepare
-        self._forms: dict[int, Joined] = {}
+        self._forms: dict[_Shapes, Joined] = {}
+        """What a call returns, by what it was given: a function may be called at several widths."""
         # A module may keep a state between its calls; functions do not.
         ways = (Boundaries, Stacks) if loop.namespace else ()
         self._ways: list[Together] = [way(original, loop.inputs, loop.outputs) for way in ways]
@@ -68,14 +77,14 @@ class LoopedCall:
                     self._prepare()
                     return self._original(*args, **kwargs)
                 return self._over_requests(context.segments, given, None).result
-            tokens = self._tokens(given)
-            if tokens not in self._forms:  # a warm-up run, before anything is captured
+            shapes = _shapes_of(given)
+            if shapes not in self._forms:  # a warm-up run, before anything is captured
                 joined = self._over_requests(context.graph_break.segments, given, None)
-                self._forms[tokens] = joined.form()
+                self._forms[shapes] = joined.form()
                 return joined.result
         except NotCuttable as error:
             raise CheckpointError(f"{self._loop.name} cannot be called once per request: {error}") from error
-        return self._outside_graph(context.graph_break, given, self._forms[tokens])
+        return self._outside_graph(context.graph_break, given, self._forms[shapes])
 
     def _over_requests(self, segments: Segments, given: Any, joined: Joined | None) -> Joined:
         """Calls for each request, or for several at once; writes into `joined`, or into a new whole."""
