@@ -1,5 +1,6 @@
 """Full and breakable prefill graphs on a GPU: replays against the eager run of the same padded batch, bit for bit."""
 
+import gc
 import time
 from functools import partial
 
@@ -18,6 +19,7 @@ from gpu.graph_world import (
 )
 from moelora import AdapterError, GraphMode, Request, RunMode
 from moelora.graphs.base import BodyOutput
+from moelora.graphs.recorder import CudaRecorder
 from moelora.models.catalogue import build_catalogue
 from tiny_models import CONFIGS
 
@@ -233,6 +235,29 @@ def test_architectures_capture_and_equal_eager(model_type, mode, tmp_path):
     engine = make_engine(model, adapters, mode=mode, max_tokens=512, buckets=(32, 512))
     assert engine.report()["graphs"]["mode"] == str(mode), engine.report()["graphs"]
     assert_replays(engine, mixed_requests(engine, 9, 60, shortest=50), mode)
+
+
+def test_a_capture_that_breaks_off_leaves_the_process_as_it_was():
+    """In CUDA's own words: the memory of the capture is free again, random numbers flow, and others can capture."""
+    device = torch.device("cuda")
+    x = torch.ones(1 << 24, device=device)
+    recorder = CudaRecorder(device)
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+
+    def synchronises():
+        (x * 2).sum().item()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="captur"):
+            recorder.record(synchronises)
+        assert torch.rand(4, device=device).std() > 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() < reserved + x.nbytes
+    doubled = recorder.record(lambda: x.mul_(2))
+    doubled.replay()
+    assert x.unique().tolist() == [2.0]
 
 
 def seconds(work, runs=7):

@@ -74,17 +74,35 @@ class CudaRecorder(Recorder):
 
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            begin()
             try:
+                begin()
                 work(pause)
+                end()
             except BaseException:
-                # An invalidated capture must still be ended, or the stream stays unusable.
-                with suppress(RuntimeError):
-                    graph.capture_end()
+                self._break_off(graph)
                 raise
-            end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return _CudaRecording(parts)
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends the capture that an error has left, on the current stream, and leaves the process as it was before.
+
+        CUDA refuses to end a capture that the error made invalid, though it takes the stream out of it. torch then
+        stops halfway: its allocator goes on as within a capture and keeps the pool, and its random numbers fail with
+        "Offset increment outside graph capture". A capture that does end puts the generator right.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            with suppress(RuntimeError):  # unless torch had come that far
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
+            with suppress(RuntimeError):  # the error that led here says more
+                nothing, other = torch.empty(1, device=self._device), torch.cuda.CUDAGraph()
+                other.capture_begin(capture_error_mode="thread_local")  # in a pool of its own
+                nothing.zero_()
+                other.capture_end()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         # What lies on the host, or has no elements, is no memory of a graph.
