@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from moelora.versions import versions
 _BLOCK = 1 << 20
 _SAMPLE = 1 << 14
 _SAMPLES = 64
-_READERS = 8
+_READERS = 16
+"""Adapters that are read at once: a core takes in what it digests at about 1.5 GB/s, and there may be fifty of them."""
+
+_Buffer = bytes | memoryview
+
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "triton", "flash-attn-4", "flash-linear-attention", "fla-core"),
     *("causal-conv1d", "mamba-ssm"),
@@ -58,17 +63,17 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _adapter_digest(place: int, folder: Path) -> str:
     files = sorted(p for p in folder.glob("*") if p.suffix in {".json", ".safetensors"})
-    return _digest([str(place).encode(), *_contents(files)])
+    return _digest(chain([str(place).encode()], _contents(files)))
 
 
 def _model_digest(folder: Path) -> str:
     config = [folder / "config.json", folder / "model.safetensors.index.json"]
     weights = sorted(folder.glob("*.safetensors"))
     described = [f"{p.name} {p.stat().st_size}".encode() for p in weights]
-    return _digest([*_contents(config), *described, *(part for p in weights for part in _samples(p))])
+    return _digest(chain(_contents(config), described, *map(_samples, weights)))
 
 
-def _samples(path: Path) -> Iterable[bytes]:
+def _samples(path: Path) -> Iterable[_Buffer]:
     """The first and the last bytes of a file, and some from evenly spread places between."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -77,16 +82,19 @@ def _samples(path: Path) -> Iterable[bytes]:
             yield file.read(_SAMPLE)
 
 
-def _contents(files: Iterable[Path]) -> Iterable[bytes]:
+def _contents(files: Iterable[Path]) -> Iterable[_Buffer]:
+    """Names and blocks of the files that exist; a block is good until the next one is asked for."""
+    # Read into the same memory again and again: fresh memory for every block would take as long as the digest.
+    room = memoryview(bytearray(_BLOCK))
     for path in files:
         if path.exists():
             yield path.name.encode()
-            with path.open("rb") as file:
-                while block := file.read(_BLOCK):
-                    yield block
+            with path.open("rb", buffering=0) as file:
+                while count := file.readinto(room):
+                    yield room[:count]
 
 
-def _digest(parts: Iterable[bytes]) -> str:
+def _digest(parts: Iterable[_Buffer]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
