@@ -1,7 +1,8 @@
 """Seconds to load one per-expert adapter of a large model: 36,864 tensors of experts, from page cache.
 
 Onto the host, and with a CUDA device on into a slot there. The first load of a process stands by itself: it makes the
-memory that later ones find made. Then one load by part, and what copies alone take.
+memory that later ones find made. Loads by one that has planned such an adapter before, as a run loads all but its
+first; one load by part, and what copies alone take.
 
     python benchmarks/bench_adapter_load.py [--shape FOLDER] [--rank 16] [--layers N] [--folder FOLDER] [--workers N]
 
@@ -26,13 +27,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moelora.adapters import loader
+from moelora.adapters import values
 from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter, Catalogue, Factors
 from moelora.adapters.files import WEIGHTS_NAME, TensorReader
-from moelora.adapters.loader import extremes, load_adapter, make_context, outline_adapter, read_adapter
-from moelora.adapters.planner import plan_adapter
+from moelora.adapters.loader import AdapterLoader
+from moelora.adapters.plans import Plans
+from moelora.adapters.values import extremes
 from moelora.bench.run import cut_to_layers
 from moelora.environment import collector_paused, cpu_count, one_core_threads
 from moelora.models.base_model import open_base
@@ -52,10 +54,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where the adapter is made, or found from an earlier run")
-    parser.add_argument("--workers", type=int, default=loader.MOST_WORKERS, help="threads that read values, at most")
+    parser.add_argument("--workers", type=int, default=values.MOST_WORKERS, help="threads that read values, at most")
     parser.add_argument("--profile", action="store_true", help="the functions that take longest, after the times")
     options = parser.parse_args()
-    loader.MOST_WORKERS = options.workers
+    values.MOST_WORKERS = options.workers
     with cut_to_layers(options.shape, options.layers, "dummy") as shape, tempfile.TemporaryDirectory() as made:
         catalogue = build_catalogue(open_base(shape, load_format="dummy").skeleton())
         folder = options.folder or Path(made)
@@ -71,6 +73,8 @@ def main() -> None:
             bench.check()
             for _ in range(options.repeat):
                 print(f"into {kind}, {bench.line(bench.load(memory))}", flush=True)
+            for _ in range(options.repeat):
+                print(f"into {kind}, {bench.line(bench.load(memory, bench.loader))}: planned before", flush=True)
             bench.check()
         print_parts("one load by part, median", bench.parts(kinds[-1][1], options.repeat))
         print_parts("values in one thread, into memory that was used before", bench.values_in_one_thread())
@@ -95,9 +99,10 @@ class Bench:
         self.folder = folder
         self.catalogue = catalogue
         self.adapter: Adapter | None = None
-        self.threads = min(loader.MOST_WORKERS, cpu_count())
+        self.threads = min(values.MOST_WORKERS, cpu_count())
         self.size = (folder / WEIGHTS_NAME).stat().st_size
-        outline = outline_adapter(folder, name="bench", catalogue=catalogue, dtype=torch.bfloat16)
+        self.loader = AdapterLoader(catalogue, dtype=torch.bfloat16)
+        outline = self.loader.outline(folder, name="bench")
         self.canonical = outline.nbytes
         self.bank: AdapterBank | None = None
         if torch.cuda.is_available():
@@ -124,17 +129,15 @@ class Bench:
             f"{s:.2f} s, {self.size / 1e9 / s:.2f} GB/s {p}" for s, p in zip(seconds, places, strict=False)
         )
 
-    def load(self, memory: Callable[[], Allocate]) -> tuple[float, float]:
-        """Loads the adapter as a run does; seconds until it is on the host, and until it is in the slot."""
+    def load(self, memory: Callable[[], Allocate], loader: AdapterLoader | None = None) -> tuple[float, float]:
+        """Loads the adapter as a run does; seconds until it is on the host, and until it is in the slot.
+
+        loader: None takes a new one, which has planned nothing yet.
+        """
         self.adapter = None  # page-locked memory goes back to torch, which gives it to the next
         began = time.perf_counter()
-        self.adapter = load_adapter(
-            self.folder,
-            name="bench",
-            catalogue=self.catalogue,
-            dtype=torch.bfloat16,
-            allocate=memory(),
-        )
+        loader = loader or AdapterLoader(self.catalogue, dtype=torch.bfloat16)
+        self.adapter = loader.load(self.folder, name="bench", allocate=memory())
         on_host = time.perf_counter() - began
         if self.bank is not None:
             self.bank.load(0, self.adapter)
@@ -149,11 +152,12 @@ class Bench:
     def _parts_of_one(self, memory: Callable[[], Allocate]) -> dict[str, float]:
         with collector_paused():
             began = time.perf_counter()
-            file = read_adapter(self.folder)
+            plans = Plans(self.catalogue)
+            file = plans.read(self.folder)
             read = time.perf_counter()
-            plan_adapter(file.tensors, make_context(file, self.catalogue))
+            plans.plan(file)
             planned = time.perf_counter()
-            del file
+            del plans, file
         on_host, in_slot = self.load(memory)
         parts = {
             "config and headers": read - began,
@@ -165,11 +169,11 @@ class Bench:
     def values_in_one_thread(self) -> dict[str, float]:
         """Seconds of one thread over all targets."""
         assert self.adapter is not None
-        file = read_adapter(self.folder)
-        plans = plan_adapter(file.tensors, make_context(file, self.catalogue)).plans
+        plans = Plans(self.catalogue)
+        file = plans.read(self.folder)
         reading = checking = 0.0
-        with one_core_threads(1) as pool, TensorReader() as reader:
-            for plan in plans:
+        with one_core_threads(1) as pool, TensorReader(file.path, file.stamps) as reader:
+            for plan in plans.plan(file).plans:
                 factors = self.adapter.factors[plan.target.name]
                 began = time.perf_counter()
                 pool.submit(plan.fill, reader, factors.a, factors.b).result()

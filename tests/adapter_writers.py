@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moelora.adapters.base import Catalogue, Factors, Target, TargetKind
+from moelora.adapters.base import Adapter, Catalogue, Factors, Target, TargetKind
+from moelora.adapters.loader import AdapterLoader
 from moelora.models.catalogue import build_catalogue
 from tiny_models import CONFIGS, VOCAB, tiny_config
 
@@ -73,6 +74,11 @@ def write_adapter(
     merged = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "peft_version": "0.21.2", **(config or {}), **fields}
     (folder / "adapter_config.json").write_text(json.dumps(merged))
     return folder
+
+
+def check_adapter(path: Path, *, name: str, catalogue: Catalogue, dtype: torch.dtype, **options: Any) -> Adapter:
+    """`load_adapter` without memory for the values, by a loader that has seen no other adapter."""
+    return AdapterLoader(catalogue, dtype=dtype, **options).check(path, name=name)
 
 
 def delta_of(factors: Factors, target: Target) -> torch.Tensor:

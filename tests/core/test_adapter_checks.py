@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter_writers import PREFIX, AdapterWriter, catalogue_of, write_adapter
+from adapter_writers import PREFIX, AdapterWriter, catalogue_of, check_adapter, write_adapter
 from moelora import AdapterError, EngineOptions, PrefillEngine, Request
-from moelora.adapters import loader, peaks
+from moelora.adapters import peaks
 from moelora.adapters.base import Adapter, Catalogue, Target, TargetKind
-from moelora.adapters.files import read_headers
+from moelora.adapters.files import Headers, TensorReader, parse_headers, read_headers
 from moelora.adapters.host import HostAdapters
-from moelora.adapters.loader import check_adapter, load_adapter
-from moelora.adapters.peaks import read_peaks
+from moelora.adapters.loader import load_adapter
+from moelora.adapters.peaks import read_peaks, value_runs
 from tiny_models import peft_adapter, save_model
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,13 @@ def save(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
     """Saves tensors alone and reads their peaks."""
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / WEIGHTS)
-    return read_peaks(read_headers(folder).values())
+    return peaks_of(read_headers(folder))
+
+
+def peaks_of(headers: Headers) -> dict[str, float]:
+    infos = parse_headers(headers)
+    found = read_peaks(headers.folder, headers.stamps, value_runs(infos.values()), len(infos))
+    return dict(zip(infos, found.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("buffer", [64, 4096, 1 << 18])
@@ -60,13 +66,13 @@ def test_peaks_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_peaks_of_a_file_that_changed_or_went(tmp_path: Path) -> None:
     save(tmp_path / "a", {"a.weight": torch.ones(9)})
-    infos = read_headers(tmp_path / "a").values()
+    headers = read_headers(tmp_path / "a")
     save(tmp_path / "a", {"a.weight": torch.ones(99)})
     with pytest.raises(AdapterError, match=f"{WEIGHTS}: changed while it was read"):
-        read_peaks(infos)
+        peaks_of(headers)
     (tmp_path / "a" / WEIGHTS).unlink()
     with pytest.raises(AdapterError, match=f"{WEIGHTS}: cannot be read: No such file"):
-        read_peaks(infos)
+        peaks_of(headers)
 
 
 # Checks against loads.
@@ -118,8 +124,8 @@ def test_a_check_gives_the_outline_and_reads_nothing_in_full(tmp_path: Path, mon
     save_file(tensors, tmp_path / "a" / WEIGHTS)
     how: dict[str, Any] = {"name": "a", "catalogue": catalogue, "dtype": torch.bfloat16}
     loaded = load_adapter(tmp_path / "a", **how)
-    monkeypatch.setattr(loader.TensorReader, "read", None)
-    monkeypatch.setattr(loader.TensorReader, "stack", None)
+    monkeypatch.setattr(TensorReader, "read", None)
+    monkeypatch.setattr(TensorReader, "stack", None)
     checked = check_adapter(tmp_path / "a", **how)
     assert (checked.summaries, checked.notes, checked.path) == (loaded.summaries, loaded.notes, loaded.path)
     assert checked.nbytes == loaded.nbytes

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from adapter_writers import AdapterWriter, catalogue_of
-from moelora.adapters.loader import load_adapter
+from moelora.adapters.loader import AdapterLoader
 from moelora.errors import AdapterError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -35,13 +35,22 @@ def rich_folder(tmp_path: Path) -> Path:
 
 
 def try_to_load(folder: Path) -> None:
-    said = str(folder)
-    try:
-        load_adapter(folder, name="fuzz", catalogue=catalogue_of("qwen3_moe"), dtype=torch.float32)
-    except AdapterError as error:
-        said = str(error)
+    said = verdict(folder, AdapterLoader(catalogue_of("qwen3_moe"), dtype=torch.float32))
     assert said.startswith(str(folder))
     assert said.encode()  # it can be printed: no lone surrogates
+    assert verdict(folder, KNOWING) == said
+
+
+KNOWING = AdapterLoader(catalogue_of("qwen3_moe"), dtype=torch.float32)
+"""Has met adapters like the one that is broken, whole and broken."""
+
+
+def verdict(folder: Path, loader: AdapterLoader) -> str:
+    try:
+        loader.load(folder, name="fuzz")
+    except AdapterError as error:
+        return str(error)
+    return str(folder)
 
 
 @FUZZ

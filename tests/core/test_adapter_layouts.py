@@ -425,8 +425,8 @@ def test_threads_change_nothing(qwen3: Catalogue, tmp_path: Path, monkeypatch: p
         writer.per_expert(f"model.layers.{layer}.mlp.experts")
     folder = writer.write(tmp_path)
     alone = load_adapter(folder, name="a", catalogue=qwen3, dtype=torch.bfloat16)
-    monkeypatch.setattr("moelora.adapters.loader._PARALLEL_NUMEL", 0)
-    monkeypatch.setattr("moelora.adapters.loader.cpu_count", lambda: 4)
+    monkeypatch.setattr("moelora.adapters.values._PARALLEL_NUMEL", 0)
+    monkeypatch.setattr("moelora.adapters.values.cpu_count", lambda: 4)
     before = torch.get_num_threads()
     together = load_adapter(folder, name="a", catalogue=qwen3, dtype=torch.bfloat16)
     assert torch.get_num_threads() == before

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapter_writers import PREFIX, AdapterWriter, catalogue_of, write_adapter
+from adapter_writers import PREFIX, AdapterWriter, catalogue_of, check_adapter, write_adapter
 from moelora.adapters.base import Adapter, Catalogue
 from moelora.adapters.describe import describe
-from moelora.adapters.loader import check_adapter, load_adapter
+from moelora.adapters.loader import load_adapter
 from moelora.adapters.names import Resolver
 from moelora.errors import AdapterError
 from moelora.models.catalogue import build_catalogue

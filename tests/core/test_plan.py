@@ -121,7 +121,7 @@ def test_a_plan_loads_no_weights(world, monkeypatch):
         raise AssertionError("weights were loaded")
 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
-    monkeypatch.setattr("moelora.adapters.loader._Loading.factors", refuse)
+    monkeypatch.setattr("moelora.adapters.values.Loading.factors", refuse)
     adapters = {name: world / name for name in NAMES}
     run(PlanningEngine(world / "model", adapters=adapters, options=EngineOptions(device="cpu")))
 

@@ -44,19 +44,30 @@ class FileProblem(Exception):  # noqa: N818 - callers turn it into an error of t
     """What is wrong with a file, and the likely cause, as the rest of a sentence that begins with its name."""
 
 
+class Stamp(NamedTuple):
+    """Size in bytes and time of change in nanoseconds: a file that has both as before is taken for unchanged."""
+
+    size: int
+    changed: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> Stamp:
+        """The stamp of a file now."""
+        return Stamp(status.st_size, status.st_mtime_ns)
+
+
 class TensorInfo(NamedTuple):
     """One tensor as the header describes it. dtype: safetensors' name, "F32", "BF16", …; begin: its byte in the file.
 
-    stamp: size and time of change of the file when its header was read.
+    shard: the file's name, without its folder: files of the same header in other folders have the same infos.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    file: Path
+    shard: str
     begin: int
     nbytes: int
-    stamp: tuple[int, int]
 
     @property
     def numel(self) -> int:
@@ -64,43 +75,54 @@ class TensorInfo(NamedTuple):
         return math.prod(self.shape)
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file by name, in the order of its header. Raises `FileProblem`.
+class RawHeader(NamedTuple):
+    """A header before it is parsed. shard: the file's name; text: JSON; stamp: of the file when this was read."""
 
-    Checked: names are unique; shapes, dtypes and places agree; tensors lie one behind the other and fill the file, so
-    that no byte is missing, hidden or shared.
-    """
+    shard: str
+    text: bytes
+    stamp: Stamp
+
+
+def read_header(path: Path) -> RawHeader:
+    """The header of a file. Raises `FileProblem` if there is none."""
     try:
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
+            stamp = Stamp.of(os.fstat(file.fileno()))
+            size = stamp.size
             start = file.read(_LENGTH_BYTES)
             length = int.from_bytes(start, "little")
             sound = len(start) == _LENGTH_BYTES and 2 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER)
-            header = file.read(length) if sound else file.read(120)
+            text = file.read(length) if sound else file.read(120)
     except OSError as error:
         raise FileProblem(f"cannot be read: {error.strerror or error}") from None
     if not sound:
-        raise FileProblem(_why_no_header(start + header, size, length))
-    stamp = (size, status.st_mtime_ns)
-    infos = _read_usual(header, path, size, stamp)
+        raise FileProblem(_why_no_header(start + text, size, length))
+    return RawHeader(path.name, text, stamp)
+
+
+def parse_header(header: RawHeader) -> dict[str, TensorInfo]:
+    """The tensors of a file by name, in the order of its header. Raises `FileProblem`.
+
+    Checked: names are unique; shapes, dtypes and places agree; tensors lie one behind the other and fill the file, so
+    that no byte is missing, hidden or shared. What comes out depends on the name, text and size alone.
+    """
+    infos = _parse_usual(header)
     if infos is None:
-        data = _LENGTH_BYTES + length
-        infos = {name: _info(path, data, stamp, name, entry) for name, entry in _parse(header).items()}
-        _check_extent(infos, data, size)
+        data = _LENGTH_BYTES + len(header.text)
+        infos = {name: _info(header.shard, data, name, entry) for name, entry in _parse(header.text).items()}
+        _check_extent(infos, data, header.stamp.size)
     return infos
 
 
 class MappedFile:
     """A file whose tensors are read in place. The tensors may outlive it; they must not be written to."""
 
-    def __init__(self, path: Path, stamp: tuple[int, int]) -> None:
-        """Raises `FileProblem` if the file is not the one whose header was read (`TensorInfo.stamp`)."""
+    def __init__(self, path: Path, stamp: Stamp) -> None:
+        """Raises `FileProblem` if the file is not the one whose header was read (`RawHeader.stamp`)."""
         try:
-            status = path.stat()
-            if (status.st_size, status.st_mtime_ns) != stamp:
+            if Stamp.of(path.stat()) != stamp:
                 raise FileProblem("changed while it was read")
-            storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=status.st_size)
+            storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=stamp.size)
         except (OSError, RuntimeError) as error:
             raise FileProblem(f"cannot be read: {error}") from None
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
@@ -144,12 +166,12 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _read_usual(header: bytes, path: Path, size: int, stamp: tuple[int, int]) -> dict[str, TensorInfo] | None:
+def _parse_usual(header: RawHeader) -> dict[str, TensorInfo] | None:
     """The tensors of a sound header in the usual spelling; None leaves any other header, and its faults, to the parser.
 
     Every step goes over all tensors within the interpreter: there may be tens of thousands.
     """
-    parts = _USUAL_ENTRY.split(header)
+    parts = _USUAL_ENTRY.split(header.text)
     start = _USUAL_START.fullmatch(parts[0])
     if start is None or any(key in parts[0] for key in _KEYS):
         return None
@@ -164,12 +186,10 @@ def _read_usual(header: bytes, path: Path, size: int, stamp: tuple[int, int]) ->
     except (ValueError, KeyError, RecursionError):
         return None
     dtypes, shapes, sizes = zip(*map(known.__getitem__, kinds), strict=True)
-    data = _LENGTH_BYTES + len(header)
+    data = _LENGTH_BYTES + len(header.text)
     places = list(accumulate(sizes, initial=data))
-    infos = dict(
-        zip(names, map(TensorInfo, names, dtypes, shapes, repeat(path), places, sizes, repeat(stamp)), strict=True)
-    )
-    in_place = [0, *ends] == [*begins, size - data] == [place - data for place in places]
+    infos = dict(zip(names, map(TensorInfo, names, dtypes, shapes, repeat(header.shard), places, sizes), strict=True))
+    in_place = [0, *ends] == [*begins, header.stamp.size - data] == [place - data for place in places]
     return infos if in_place and len(infos) == len(names) and "__metadata__" not in infos else None
 
 
@@ -206,7 +226,7 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _info(path: Path, data: int, stamp: tuple[int, int], name: str, entry: Any) -> TensorInfo:
+def _info(shard: str, data: int, name: str, entry: Any) -> TensorInfo:
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         sound = isinstance(shape, list) and type(begin) is type(end) is int and 0 <= begin <= end < 2**63
@@ -225,7 +245,7 @@ def _info(path: Path, data: int, stamp: tuple[int, int], name: str, entry: Any) 
             f"tensor {name!r} of shape {shape} and dtype {dtype} takes {nbytes} bytes, the header gives it "
             f"{end - begin}"
         )
-    return TensorInfo(name, dtype, tuple(shape), path, data + begin, nbytes, stamp)
+    return TensorInfo(name, dtype, tuple(shape), shard, data + begin, nbytes)
 
 
 def _check_extent(infos: Mapping[str, TensorInfo], data: int, size: int) -> None:

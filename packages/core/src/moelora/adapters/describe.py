@@ -12,11 +12,12 @@ import torch
 
 from moelora.adapters.base import Catalogue, TargetSummary
 from moelora.adapters.config import AdapterConfig, read_config
-from moelora.adapters.files import TensorInfo, TensorReader, check_folder, read_headers
+from moelora.adapters.files import Headers, TensorInfo, TensorReader, check_folder, parse_headers, read_headers
 from moelora.adapters.layouts.base import Pair, Refused, distinct, distinct_ranks, rank_of
-from moelora.adapters.loader import AdapterFile, make_context, summarise
-from moelora.adapters.names import parse_all_experts, parse_expert, unwrapped
-from moelora.adapters.planner import explain_unmatched, group_tensors, plan_adapter
+from moelora.adapters.loader import summarise
+from moelora.adapters.names import Resolver, parse_all_experts, parse_expert, unwrapped
+from moelora.adapters.planner import group_tensors, plan_adapter
+from moelora.adapters.plans import make_context
 from moelora.errors import AdapterError
 
 
@@ -64,11 +65,12 @@ def describe(
 ) -> AdapterDescription:
     """Describes an adapter folder, with or without the model it is for; collects refusals instead of raising them.
 
-    check_values: also reads all values and reports those that are not finite. See `load_adapter` for the overrides.
+    check_values: also reads all values and reports those that are not finite. See `AdapterLoader` for the overrides.
     """
     folder = Path(path)
     refusals: list[str] = []
     config: AdapterConfig | None = None
+    headers: Headers | None = None
     tensors: dict[str, TensorInfo] = {}
     try:
         check_folder(folder)
@@ -80,19 +82,17 @@ def describe(
     except AdapterError as error:
         refusals.append(_without_path(error, folder))
     try:
-        tensors = read_headers(folder)
+        headers = read_headers(folder)
+        tensors = parse_headers(headers)
     except AdapterError as error:
         refusals.append(_without_path(error, folder))
     targets: Sequence[TargetSummary] = ()
     notes: list[str] = []
     if config is not None:
         notes += config.notes
-        file = AdapterFile(path=folder, config=config, tensors=tensors)
         if catalogue is not None and not refusals:
-            context = make_context(file, catalogue, lora_b_layout=lora_b_layout, peft_version=peft_version)
-            planned = plan_adapter(tensors, context)
-            if planned.unmatched:
-                refusals.append(explain_unmatched(planned, len(tensors), context))
+            overrides = {"lora_b_layout": lora_b_layout, "peft_version": peft_version}
+            planned = plan_adapter(tensors, make_context(folder, config, Resolver(catalogue), **overrides))
             refusals += planned.problems
             notes += planned.notes
             targets = summarise(planned, dtype)
@@ -103,8 +103,8 @@ def describe(
             view = _KeyView(config, lora_b_layout or config.lora_b_layout, groups.pairs)
             targets = view.summaries(groups.pairs, groups.plain, dtype)
             refusals += view.problems
-    if check_values:
-        refusals += _bad_values(tensors)
+    if check_values and headers is not None:
+        refusals += _bad_values(headers, tensors)
     return AdapterDescription(
         path=folder,
         config=config,
@@ -205,9 +205,9 @@ class _KeyView:
         return listed[0] if len(listed) == 1 else path
 
 
-def _bad_values(tensors: dict[str, TensorInfo]) -> list[str]:
+def _bad_values(headers: Headers, tensors: dict[str, TensorInfo]) -> list[str]:
     found = []
-    with TensorReader() as reader:
+    with TensorReader(headers.folder, headers.stamps) as reader:
         for info in tensors.values():
             if info.numel:
                 tensor = reader.read(info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -13,8 +14,16 @@ from types import TracebackType
 import torch
 
 from moelora.errors import AdapterError
-from moelora.safetensors_file import FileProblem, MappedFile, TensorInfo, stored_dtype
-from moelora.safetensors_file import read_header as read_any_header
+from moelora.safetensors_file import (
+    FileProblem,
+    MappedFile,
+    RawHeader,
+    Stamp,
+    TensorInfo,
+    parse_header,
+    read_header,
+    stored_dtype,
+)
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
@@ -33,15 +42,39 @@ def check_folder(path: Path) -> None:
     raise AdapterError(f"{path}: no such folder")
 
 
-def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """The tensors of an adapter folder by name, in the order of the file, without reading their values.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headers:
+    """The headers of an adapter's files before they are parsed.
 
-    Raises AdapterError, naming the file and the likely cause, for anything but a sound safetensors file of floats.
+    weight_map: the index of sharded adapters, tensor by file name; None where there is one file.
+    """
+
+    folder: Path
+    weight_map: Mapping[str, str] | None
+    shards: Sequence[RawHeader]
+
+    @property
+    def meaning(self) -> object:
+        """All that `parse_headers` looks at: equal for adapters that differ in nothing but their values."""
+        return self.weight_map, [(header.shard, header.stamp.size, header.text) for header in self.shards]
+
+    @property
+    def stamps(self) -> dict[str, Stamp]:
+        """The stamp of every file by its name."""
+        return {header.shard: header.stamp for header in self.shards}
+
+
+def read_headers(folder: Path) -> Headers:
+    """Reads the headers of an adapter folder; `parse_headers` says what is in them.
+
+    Raises AdapterError, naming the file and the likely cause, where there is no safetensors file.
     """
     if (folder / WEIGHTS_NAME).exists():
-        return read_header(folder / WEIGHTS_NAME)
+        return Headers(folder=folder, weight_map=None, shards=[_read_header(folder / WEIGHTS_NAME)])
     if (folder / INDEX_NAME).exists():
-        return _read_shards(folder)
+        weight_map = _read_index(folder / INDEX_NAME)
+        shards = [_read_header(folder / shard) for shard in sorted(set(weight_map.values()))]
+        return Headers(folder=folder, weight_map=weight_map, shards=shards)
     if (folder / PICKLE_NAME).exists():
         raise AdapterError(
             f"{folder}: only {PICKLE_NAME} is there, a pickle, which can run code when it is read; "
@@ -54,15 +87,57 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     raise AdapterError(f"{folder}: {WEIGHTS_NAME} not found; the folder holds {', '.join(others[:8]) or 'nothing'}")
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Reads and checks the header of one safetensors file; see `read_headers`."""
+def _read_header(path: Path) -> RawHeader:
     try:
-        infos = read_any_header(path)
-        _check_tensors(infos)
+        return read_header(path)
     except FileProblem as problem:
         raise AdapterError(f"{path}: {problem}") from None
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        raw = json.loads(index.read_bytes().decode("utf-8-sig"))
+        weight_map: dict[str, str] = raw["weight_map"]
+        shards = set(weight_map.values())
+        sound = all(isinstance(shard, str) and Path(shard).name == shard for shard in shards)
+    except OSError as error:
+        raise AdapterError(f"{index}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{index}: is not an index of safetensors files: {error!r}") from None
+    if not sound:
+        raise AdapterError(f"{index}: names a shard outside the adapter's folder")
+    return weight_map
+
+
+def parse_headers(headers: Headers) -> dict[str, TensorInfo]:
+    """The tensors of an adapter by name, in the order of its files.
+
+    Raises AdapterError, naming the file and the likely cause, for anything but sound safetensors files of floats.
+    """
+    if headers.weight_map is None:
+        return _parse_header(headers.folder, headers.shards[0])
+    infos: dict[str, TensorInfo] = {}
+    for header in headers.shards:
+        for name, info in _parse_header(headers.folder, header).items():
+            if headers.weight_map.get(name) != header.shard:
+                raise AdapterError(
+                    f"{headers.folder / header.shard}: tensor {name!r} is not listed for this file in {INDEX_NAME}"
+                )
+            infos[name] = info
+    for name, shard in headers.weight_map.items():
+        if name not in infos:
+            raise AdapterError(f"{headers.folder / INDEX_NAME}: lists tensor {name!r}, which {shard} does not hold")
+    return infos
+
+
+def _parse_header(folder: Path, header: RawHeader) -> dict[str, TensorInfo]:
+    try:
+        infos = parse_header(header)
+        _check_tensors(infos)
+    except FileProblem as problem:
+        raise AdapterError(f"{folder / header.shard}: {problem}") from None
     if not infos:
-        raise AdapterError(f"{path}: holds no tensors")
+        raise AdapterError(f"{folder / header.shard}: holds no tensors")
     return infos
 
 
@@ -97,12 +172,14 @@ def is_placeholder(name: str) -> bool:
 class TensorReader:
     """Reads values, on the CPU and in the stored dtype. A context manager; the tensors may outlive it.
 
-    Any number of threads may read at once. Raises AdapterError if a file has changed or vanished since its header was
-    read.
+    folder, stamps: where the files are, and how they were when their headers were read, by name (`Headers.stamps`).
+    Any number of threads may read at once. Raises AdapterError if a file has changed or vanished since.
     """
 
-    def __init__(self) -> None:
-        self._files: dict[Path, MappedFile] = {}
+    def __init__(self, folder: Path, stamps: Mapping[str, Stamp]) -> None:
+        self._folder = folder
+        self._stamps = stamps
+        self._files: dict[str, MappedFile] = {}
         self._opening = Lock()
 
     def __enter__(self) -> TensorReader:
@@ -123,43 +200,19 @@ class TensorReader:
         dtype = stored_dtype(first)
         stacked = out if out is not None and out.dtype is dtype else torch.empty(len(infos), *first.shape, dtype=dtype)
         position = 0
-        for _, some in groupby(infos, key=attrgetter("file")):  # one after the other in the same file: one call
+        for _, some in groupby(infos, key=attrgetter("shard")):  # one after the other in the same file: one call
             together = list(some)
             self._mapped(together[0]).stack(together, stacked[position : position + len(together)])
             position += len(together)
         return stacked if out is None or out is stacked else out.copy_(stacked)
 
     def _mapped(self, info: TensorInfo) -> MappedFile:
-        mapped = self._files.get(info.file)
+        mapped = self._files.get(info.shard)
         if mapped is not None:
             return mapped
+        path = self._folder / info.shard
         with self._opening:
             try:
-                return self._files.setdefault(info.file, MappedFile(info.file, info.stamp))
+                return self._files.setdefault(info.shard, MappedFile(path, self._stamps[info.shard]))
             except FileProblem as problem:
-                raise AdapterError(f"{info.file}: {problem}") from None
-
-
-def _read_shards(folder: Path) -> dict[str, TensorInfo]:
-    index = folder / INDEX_NAME
-    try:
-        raw = json.loads(index.read_bytes().decode("utf-8-sig"))
-        weight_map = raw["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        sound = all(isinstance(shard, str) and Path(shard).name == shard for shard in shards)
-    except OSError as error:
-        raise AdapterError(f"{index}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise AdapterError(f"{index}: is not an index of safetensors files: {error!r}") from None
-    if not sound:
-        raise AdapterError(f"{index}: names a shard outside the adapter's folder")
-    infos: dict[str, TensorInfo] = {}
-    for shard in shards:
-        for name, info in read_header(folder / shard).items():
-            if weight_map.get(name) != shard:
-                raise AdapterError(f"{folder / shard}: tensor {name!r} is not listed for this file in {INDEX_NAME}")
-            infos[name] = info
-    missing = next((name for name in weight_map if name not in infos), None)
-    if missing is not None:
-        raise AdapterError(f"{index}: lists tensor {missing!r}, which {weight_map[missing]} does not hold")
-    return infos
+                raise AdapterError(f"{path}: {problem}") from None

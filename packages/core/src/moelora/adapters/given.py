@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moelora.adapters.arena import Allocate
 from moelora.adapters.base import Adapter, Catalogue, check_fits
 from moelora.adapters.host import HostAdapters
-from moelora.adapters.loader import BaseWeight, check_adapter, load_adapter
+from moelora.adapters.loader import AdapterLoader, BaseWeight
 from moelora.environment import free_host_memory
 from moelora.errors import AdapterError
 from moelora.types import BASE_ADAPTER
@@ -34,8 +33,8 @@ def host_adapters(
         given: By name: an adapter's folder, or an adapter in canonical form, whose dtype stays what it is.
         catalogue: The modules of the base that adapters may target.
         dtype: Of the factors that are read.
-        base_weight: As for `load_adapter`.
-        lora_b_layout: As for `load_adapter`.
+        base_weight: As for `AdapterLoader`.
+        lora_b_layout: As for `AdapterLoader`.
         budget: Bytes of host memory for adapters that were read; None is half of what is free.
         say: Called with a sentence for each adapter that is read or checked.
 
@@ -48,18 +47,13 @@ def host_adapters(
     if budget is None and (free := free_host_memory()) is not None:
         budget = free // 2
 
-    how: dict[str, Any] = {
-        "catalogue": catalogue,
-        "dtype": dtype,
-        "base_weight": base_weight,
-        "lora_b_layout": lora_b_layout,
-    }
+    loader = AdapterLoader(catalogue, dtype=dtype, base_weight=base_weight, lora_b_layout=lora_b_layout)
 
     def load(name: str, path: Path, allocate: Allocate) -> Adapter:
-        return load_adapter(path, name=name, allocate=allocate, **how)
+        return loader.load(path, name=name, allocate=allocate)
 
     def check(name: str, path: Path) -> Adapter:
-        return check_adapter(path, name=name, **how)
+        return loader.check(path, name=name)
 
     return HostAdapters(sources, load, check, budget=budget, say=say)
 

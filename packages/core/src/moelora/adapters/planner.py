@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,19 +30,18 @@ from moelora.safetensors_file import TensorInfo
 _A_ROLES = {Role.A: Role.B, Role.EMBEDDING_A: Role.EMBEDDING_B}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """What became of every tensor of the file.
 
-    plans: one per target. wholes: tensors stored in full. unmatched: names of tensors that nothing in the model takes.
-    problems: why the adapter is refused, each naming its tensor. notes: what was ignored.
+    plans: one per target. wholes: tensors stored in full. problems: why the adapter is refused, each naming its tensor,
+    those first that nothing in the model takes. notes: what was ignored.
     """
 
-    plans: list[Plan] = field(default_factory=list)
-    wholes: list[Whole] = field(default_factory=list)
-    unmatched: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    plans: Sequence[Plan]
+    wholes: Sequence[Whole]
+    problems: Sequence[str]
+    notes: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -100,9 +99,9 @@ def _pair_up(factors: Mapping[Role, Mapping[str, TensorInfo]], groups: Groups) -
 
 
 def plan_adapter(tensors: Mapping[str, TensorInfo], context: Context) -> Planned:
-    """Plans all targets of an adapter; problems are collected, not raised."""
+    """Plans all targets of an adapter; problems are collected, not raised. Depends on nothing but the arguments."""
     groups = group_tensors(tensors)
-    planner = _Planner(context, Planned(problems=groups.problems, notes=groups.notes))
+    planner = _Planner(context, groups.problems)
     for pair in groups.pairs:
         planner.sort(pair)
     planner.finish()
@@ -111,13 +110,24 @@ def plan_adapter(tensors: Mapping[str, TensorInfo], context: Context) -> Planned
     for name, info in groups.copies:
         planner.add_whole(info, name, plan_copy)
     planner.check_once()
-    return planner.result
+    unmatched = [_explain_unmatched(planner.unmatched, len(tensors), context)] if planner.unmatched else []
+    return Planned(
+        plans=tuple(planner.plans),
+        wholes=tuple(planner.wholes),
+        problems=(*unmatched, *planner.problems),
+        notes=tuple(groups.notes),
+    )
 
 
 class _Planner:
-    def __init__(self, context: Context, result: Planned) -> None:
+    """unmatched: names of tensors that nothing in the model takes; the others as in `Planned`."""
+
+    def __init__(self, context: Context, problems: list[str]) -> None:
         self.context = context
-        self.result = result
+        self.problems = problems
+        self.plans: list[Plan] = []
+        self.wholes: list[Whole] = []
+        self.unmatched: list[str] = []
         self.wrappers: dict[str, dict[int, Pair]] = defaultdict(dict)
         self.wrapped: list[Wrapped] = []
         self.per_expert: dict[str, list[tuple[ExpertName, Pair]]] = defaultdict(list)
@@ -151,13 +161,13 @@ class _Planner:
         elif whole is not None:
             self.joined[whole.name][module.rpartition(".")[2]] = pair
         else:
-            self.result.unmatched += [pair.a.name, pair.b.name]
+            self.unmatched += [pair.a.name, pair.b.name]
 
     def _sort_stacked(self, name: ExpertName, pair: Pair) -> None:
         if len(pair.a.shape) == 3:
             self.stacked[name.path].append((name, pair))
         else:
-            self.result.problems.append(
+            self.problems.append(
                 f"{pair.module}: tensor {pair.a.name!r} has shape {list(pair.a.shape)}; factors for all experts under "
                 "this name must have 3 dimensions, [experts, rank, in]"
             )
@@ -167,7 +177,7 @@ class _Planner:
             # A 3-D parameter under a module of its own (input_linear.weight): wrapped without nesting.
             self.wrapped.append(Wrapped(name=f"{pair.module}.weight", pair=pair, target=target))
         elif target.kind is TargetKind.WHOLE:
-            self.result.problems.append(f"{pair.module}: {target.name} is a norm and cannot take low-rank factors")
+            self.problems.append(f"{pair.module}: {target.name} is a norm and cannot take low-rank factors")
         else:
             self._attempt(partial(plan_dense, pair, target, self.context))
 
@@ -184,7 +194,7 @@ class _Planner:
             try:
                 self.wrapped += assign_parameters(path, by_depth, context.resolver.experts(path), context)
             except Refused as refused:
-                self.result.problems.append(str(refused))
+                self.problems.append(str(refused))
         self._attempt(partial(plan_param_wrapper, self.wrapped, context))
 
     def add_whole(self, info: TensorInfo, name: str, plan: Callable[[TensorInfo, str, Context], Whole | None]) -> None:
@@ -192,43 +202,43 @@ class _Planner:
         try:
             whole = plan(info, name, self.context)
         except Refused as refused:
-            self.result.problems.append(str(refused))
+            self.problems.append(str(refused))
             return
         if whole is None:
-            self.result.unmatched.append(info.name)
+            self.unmatched.append(info.name)
         else:
-            self.result.wholes.append(whole)
+            self.wholes.append(whole)
 
     def check_once(self) -> None:
         """Refuses targets that are given twice: by two layouts, two spellings, or factors and a whole weight."""
         by_target: dict[str, list[str]] = defaultdict(list)
-        for plan in self.result.plans:
+        for plan in self.plans:
             by_target[plan.target.name].append(f"{plan.sources[0].name!r} (layout {plan.layout})")
-        for whole in self.result.wholes:
+        for whole in self.wholes:
             if whole.target is not None:
                 by_target[whole.target.name].append(f"{whole.info.name!r} (whole)")
         for name, sources in by_target.items():
             if len(sources) > 1:
-                self.result.problems.append(f"{name} is given twice: by {' and '.join(sources)}")
+                self.problems.append(f"{name} is given twice: by {' and '.join(sources)}")
 
     def _attempt(self, plan: Callable[[], list[Plan]]) -> None:
         try:
-            self.result.plans += plan()
+            self.plans += plan()
         except Refused as refused:
-            self.result.problems.append(str(refused))
+            self.problems.append(str(refused))
 
 
-def explain_unmatched(planned: Planned, total: int, context: Context) -> str:
+def _explain_unmatched(unmatched: Sequence[str], total: int, context: Context) -> str:
     """Says which tensors nothing in the model takes, and what the model has instead."""
     catalogue = context.resolver.catalogue
-    count = len(planned.unmatched)
+    count = len(unmatched)
     used = "0" if count == total else f"only {total - count}"
-    layers = [int(found[1]) for name in planned.unmatched if (found := re.search(r"\blayers\.(\d{1,9})\.", name))]
+    layers = [int(found[1]) for name in unmatched if (found := re.search(r"\blayers\.(\d{1,9})\.", name))]
     beyond = ""
     if catalogue.num_layers and layers and max(layers) >= catalogue.num_layers:
         beyond = f" It has {catalogue.num_layers} layers (0..{catalogue.num_layers - 1}), the file names {max(layers)}."
     return (
         f"{used} of {total} adapter tensors used; {count} match nothing in the base model ({catalogue.model_type}): "
-        f"{shortened(planned.unmatched)}.{beyond} The model has, for example, "
+        f"{shortened(unmatched)}.{beyond} The model has, for example, "
         f"{', '.join(context.resolver.samples())}"
     )

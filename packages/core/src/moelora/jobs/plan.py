@@ -9,7 +9,7 @@ from typing import Any
 
 from moelora.adapters.bank import BankLayout
 from moelora.adapters.base import Adapter
-from moelora.adapters.loader import outline_adapter
+from moelora.adapters.loader import AdapterLoader
 from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import expand
 from moelora.batching.slots import SlotSchedule
@@ -55,17 +55,16 @@ class PlanningEngine:
         self._dtype = resolve_dtype(options.dtype, self._source.config, self._device)
         skeleton = self._source.skeleton()
         self._catalogue = build_catalogue(skeleton)
+        loader = AdapterLoader(
+            self._catalogue,
+            dtype=self._dtype,
+            base_weight=self._source.stored_tensor,
+            lora_b_layout=options.lora_b_layout,
+        )
         self._adapters: dict[str, Adapter] = {}
         for name, path in adapters.items():
             on_event(f"reading adapter {name} from {path}")
-            self._adapters[name] = outline_adapter(
-                path,
-                name=name,
-                catalogue=self._catalogue,
-                dtype=self._dtype,
-                base_weight=self._source.stored_tensor,
-                lora_b_layout=options.lora_b_layout,
-            )
+            self._adapters[name] = loader.outline(path, name=name)
         self._layout = BankLayout.of(self._adapters.values())
         sizing = Sizing(
             skeleton=skeleton,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moelora.errors import CheckpointError
-from moelora.safetensors_file import FileProblem, MappedFile, TensorInfo
-from moelora.safetensors_file import read_header as read_any_header
+from moelora.safetensors_file import FileProblem, MappedFile, Stamp, TensorInfo, parse_header
+from moelora.safetensors_file import read_header as read_raw_header
 
 if TYPE_CHECKING:
     import torch
@@ -21,21 +21,25 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """A whole checkpoint: its folder, its tensors by name, and whether an index names their files."""
+    """A whole checkpoint: its folder, its tensors by name, and whether an index names their files.
+
+    stamps: of the files, by name, when their headers were read.
+    """
 
     folder: Path
     tensors: Mapping[str, TensorInfo]
+    stamps: Mapping[str, Stamp]
     has_index: bool
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The weight files."""
-        return tuple(sorted({info.file for info in self.tensors.values()}))
+        return tuple(sorted({self.folder / info.shard for info in self.tensors.values()}))
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in its stored dtype, on the host; do not write to it."""
         info = self.tensors[name]
-        return MappedFile(info.file, info.stamp).tensor(info)
+        return MappedFile(self.folder / info.shard, self.stamps[info.shard]).tensor(info)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,8 @@ def check_checkpoint(folder: Path) -> CheckpointFiles:
     if not index.exists():
         if not (folder / SINGLE).exists():
             raise CheckpointError(_no_weights(folder))
-        return CheckpointFiles(folder=folder, tensors=read_header(folder / SINGLE), has_index=False)
+        tensors, stamp = read_header(folder / SINGLE)
+        return CheckpointFiles(folder=folder, tensors=tensors, stamps={SINGLE: stamp}, has_index=False)
     return _check_sharded(folder, _read_index(index))
 
 
@@ -110,7 +115,8 @@ def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
         raise CheckpointError(
             f"{folder / INDEX} names {len(shards)} shards, of which {len(absent)} are missing: {', '.join(absent[:5])}"
         )
-    held = {shard: read_header(folder / shard) for shard in shards}
+    headers = {shard: read_header(folder / shard) for shard in shards}
+    held = {shard: tensors for shard, (tensors, _) in headers.items()}
     for name, shard in weight_map.items():
         if name not in held[shard]:
             raise CheckpointError(f"tensor {name} is not in {folder / shard}, where {INDEX} places it")
@@ -121,12 +127,17 @@ def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
                 where = f"the index places it in {placed}" if placed else "the index does not name it"
                 raise CheckpointError(f"unexpected copy of tensor {name} in {folder / shard}: {where}")
     tensors = {name: held[shard][name] for name, shard in weight_map.items()}
-    return CheckpointFiles(folder=folder, tensors=tensors, has_index=True)
+    stamps = {shard: stamp for shard, (_, stamp) in headers.items()}
+    return CheckpointFiles(folder=folder, tensors=tensors, stamps=stamps, has_index=True)
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file by name. Raises `CheckpointError` naming the file and the likely cause."""
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], Stamp]:
+    """The tensors of a safetensors file by name, and the file's stamp.
+
+    Raises `CheckpointError` naming the file and the likely cause.
+    """
     try:
-        return read_any_header(path)
+        header = read_raw_header(path)
+        return parse_header(header), header.stamp
     except FileProblem as problem:
         raise CheckpointError(f"{path}: {problem}") from None

@@ -62,7 +62,7 @@ def read_quantisation(config: Any, folder: Path) -> Quantisation | None:
 def check_scales(files: CheckpointFiles) -> None:
     """Raises `CheckpointError` for an 8-bit weight without its scale: it would be taken for the weight itself."""
     for path in files.files:
-        for name, info in read_header(path).items():
+        for name, info in read_header(path)[0].items():
             alone = not any(f"{name}{suffix}" in files.tensors for suffix in _SCALES)
             if info.dtype in _FP8 and alone and name.removesuffix(".weight") + ".scale" not in files.tensors:
                 raise CheckpointError(f"{path}: tensor {name} is {info.dtype} and has no scale beside it")
