@@ -363,6 +363,40 @@ def test_the_fingerprint_sees_content(tmp_path):
     assert changed(before, {**before, "version torch": "1.0"})[0].startswith("version torch (")
 
 
+@pytest.mark.parametrize("block", [7, 64])
+def test_the_fingerprint_sees_every_byte_of_an_adapter_and_where_it_is(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("moelora.jobs.fingerprint._PART", 64)
+    monkeypatch.setattr("moelora.jobs.fingerprint._BLOCK", block)
+    source, adapter = tmp_path / "in.jsonl", tmp_path / "adapter"
+    source.write_text("{}")
+    adapter.mkdir()
+    contents = {"a.safetensors": random.randbytes(64), "b.safetensors": random.randbytes(200), "c.json": b""}
+
+    def digest(contents):
+        shutil.rmtree(adapter)
+        adapter.mkdir()
+        for name, content in contents.items():
+            (adapter / name).write_bytes(content)
+        print_of = run_fingerprint(model=tmp_path, adapters={"A": adapter}, input_file=source, options={})
+        return print_of["adapter A"]
+
+    seen = {digest(contents)}
+    assert digest(dict(reversed(contents.items()))) in seen
+    a, b, _ = contents.values()
+    others = [{**contents, "b.safetensors": b[:i] + bytes([b[i] ^ 1]) + b[i + 1 :]} for i in range(len(b))]
+    others += [
+        {**contents, "b.safetensors": b[64:128] + b[:64] + b[128:]},
+        {**contents, "a.safetensors": a + b[:64], "b.safetensors": b[64:]},
+        {**contents, "a.safetensors": b, "b.safetensors": a},
+        {**contents, "b.safetensors": b[:-1]},
+        {**contents, "b.safetensors": b + b"\0"},
+        {"a.safetensors": a, "b.safetensors": b},
+        {"a.safetensors": a, "bb.safetensors": b, "c.json": b""},
+    ]
+    seen |= {digest(other) for other in others}
+    assert len(seen) == 1 + len(others)
+
+
 def test_window_requests():
     assert window_requests(0, 1) == 4096
     assert window_requests(8, 8) == 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import moelora
 from moelora.versions import versions
 
 _BLOCK = 1 << 20
+_PART = 64 << 20
+"""Bytes of an adapter's file that are digested by themselves, so that a large file is not left to one core."""
+
 _SAMPLE = 1 << 14
 _SAMPLES = 64
 _READERS = 16
-"""Adapters that are read at once: a core takes in what it digests at about 1.5 GB/s, and there may be fifty of them."""
-
-_Buffer = bytes | memoryview
+"""Parts that are read at once: a core digests about 1.5 GB/s, and there may be fifty adapters."""
 
 _PACKAGES = (
     *("torch", "transformers", "tokenizers", "triton", "flash-attn-4", "flash-linear-attention", "fla-core"),
@@ -41,8 +42,9 @@ def run_fingerprint(
     digests |= {f"version {name}": str(found) for name, found in versions(_PACKAGES).items()}
     digests["tokenizer"] = _digest(_contents(model / name for name in _TOKENIZER_FILES))
     with ThreadPoolExecutor(max_workers=_READERS) as readers:
-        found = readers.map(_adapter_digest, range(len(adapters)), adapters.values())
-        digests |= {f"adapter {name}": digest for name, digest in zip(adapters, found, strict=True)}
+        found = {name: _begin_parts(folder, readers) for name, folder in adapters.items()}
+        for place, (name, parts) in enumerate(found.items()):
+            digests[f"adapter {name}"] = _digest([str(place).encode(), *(part.result() for part in parts)])
     digests["input"] = _digest(_contents([input_file]))
     for name, value in sorted(options.items()):
         digests[f"option {name}"] = str(value)
@@ -61,9 +63,25 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ] + [f"{name} ({'gone' if name in before else 'new'})" for name in names if (name in before) != (name in now)]
 
 
-def _adapter_digest(place: int, folder: Path) -> str:
-    files = sorted(p for p in folder.glob("*") if p.suffix in {".json", ".safetensors"})
-    return _digest(chain([str(place).encode()], _contents(files)))
+def _begin_parts(folder: Path, readers: ThreadPoolExecutor) -> list[Future[bytes]]:
+    """Digests of all parts of an adapter's files, in their order."""
+    files = sorted(p for p in folder.glob("*") if p.suffix in {".json", ".safetensors"} and p.exists())
+    places = [(path, begin) for path in files for begin in range(0, max(path.stat().st_size, 1), _PART)]
+    return [readers.submit(_part_digest, path, begin) for path, begin in places]
+
+
+def _part_digest(path: Path, begin: int) -> bytes:
+    """Of at most `_PART` bytes of a file and of where they are."""
+    digest = hashlib.sha256(f"{begin} {path.name}".encode())
+    # Read into the same memory again and again: fresh memory for every block would take as long as the digest.
+    room = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        left = _PART
+        while count := file.readinto(room[:left]):
+            digest.update(room[:count])
+            left -= count
+    return digest.digest()
 
 
 def _model_digest(folder: Path) -> str:
@@ -73,7 +91,7 @@ def _model_digest(folder: Path) -> str:
     return _digest(chain(_contents(config), described, *map(_samples, weights)))
 
 
-def _samples(path: Path) -> Iterable[_Buffer]:
+def _samples(path: Path) -> Iterable[bytes]:
     """The first and the last bytes of a file, and some from evenly spread places between."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -82,19 +100,16 @@ def _samples(path: Path) -> Iterable[_Buffer]:
             yield file.read(_SAMPLE)
 
 
-def _contents(files: Iterable[Path]) -> Iterable[_Buffer]:
-    """Names and blocks of the files that exist; a block is good until the next one is asked for."""
-    # Read into the same memory again and again: fresh memory for every block would take as long as the digest.
-    room = memoryview(bytearray(_BLOCK))
+def _contents(files: Iterable[Path]) -> Iterable[bytes]:
     for path in files:
         if path.exists():
             yield path.name.encode()
-            with path.open("rb", buffering=0) as file:
-                while count := file.readinto(room):
-                    yield room[:count]
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK):
+                    yield block
 
 
-def _digest(parts: Iterable[_Buffer]) -> str:
+def _digest(parts: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
