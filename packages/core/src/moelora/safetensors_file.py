@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise, repeat
 from operator import attrgetter
 from pathlib import Path
@@ -34,7 +35,7 @@ _KEYS = (b'"dtype"', b'"shape"', b'"data_offsets"')
 # A header as the safetensors library writes it: `{`, its metadata if any, entries of this one form with commas between,
 # `}`. Every such entry is JSON; what is spelled in another way is left to the JSON parser, which takes twice as long.
 _USUAL_ENTRY = re.compile(
-    rb'"([^"\\\x00-\x1f]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[([0-9,]*)\],'
+    rb'"([^"\\\x00-\x1f]+)":\{("dtype":"[A-Z0-9_]+","shape":\[[0-9,]*\]),'
     rb'"data_offsets":\[(0|[1-9][0-9]*),(0|[1-9][0-9]*)\]\}'
 )
 _USUAL_START = re.compile(rb'\{(?:"__metadata__":(\{[^{}]*\}),)?')
@@ -175,29 +176,35 @@ def _parse_usual(header: RawHeader) -> dict[str, TensorInfo] | None:
     start = _USUAL_START.fullmatch(parts[0])
     if start is None or any(key in parts[0] for key in _KEYS):
         return None
-    if len(parts) == 1 or parts[-1].rstrip(b" ") != b"}" or set(parts[6:-1:6]) - {b","}:
+    if len(parts) == 1 or parts[-1].rstrip(b" ") != b"}" or set(parts[5:-1:5]) - {b","}:
         return None
     try:
         json.loads((start[1] or b"{}").decode())
-        names = b"\n".join(parts[1::6]).decode().split("\n")
-        kinds = list(zip(parts[2::6], parts[3::6], strict=True))
-        known = {kind: _usual_kind(*kind) for kind in set(kinds)}
-        begins, ends = list(map(int, parts[4::6])), list(map(int, parts[5::6]))
+        names = b"\n".join(parts[1::5]).decode().split("\n")
+        kinds = parts[2::5]
+        known = {kind: _usual_kind(kind) for kind in set(kinds)}
+        ends = list(map(int, parts[4::5]))
     except (ValueError, KeyError, RecursionError):
         return None
     dtypes, shapes, sizes = zip(*map(known.__getitem__, kinds), strict=True)
     data = _LENGTH_BYTES + len(header.text)
     places = list(accumulate(sizes, initial=data))
-    infos = dict(zip(names, map(TensorInfo, names, dtypes, shapes, repeat(header.shard), places, sizes), strict=True))
-    in_place = [0, *ends] == [*begins, header.stamp.size - data] == [place - data for place in places]
-    return infos if in_place and len(infos) == len(names) and "__metadata__" not in infos else None
+    begins = [b"0", *parts[4::5]]  # no number has two spellings
+    in_place = begins.pop() == b"%d" % (header.stamp.size - data) and begins == parts[3::5]
+    if not in_place or ends != [place - data for place in places[1:]]:
+        return None
+    # As `TensorInfo` makes itself, but without a call of a function for each.
+    make = partial(tuple.__new__, TensorInfo)
+    infos = dict(zip(names, map(make, zip(names, dtypes, shapes, repeat(header.shard), places, sizes)), strict=True))
+    return infos if len(infos) == len(names) and "__metadata__" not in infos else None
 
 
-def _usual_kind(dtype: bytes, shape: bytes) -> tuple[str, tuple[int, ...], int]:
+def _usual_kind(spelling: bytes) -> tuple[str, tuple[int, ...], int]:
     """dtype, shape and bytes of a tensor from their spelling. Raises ValueError or KeyError where they are unsound."""
-    name, extents = dtype.decode(), tuple(json.loads(b"[%b]" % shape))
+    entry = json.loads(b"{%b}" % spelling)
+    name, extents = entry["dtype"], tuple(entry["shape"])
     if any(extent >= 2**63 for extent in extents):
-        raise ValueError(shape)
+        raise ValueError(spelling)
     return name, extents, math.prod(extents) * _DTYPES[name].itemsize
 
 

@@ -23,7 +23,7 @@ MOST_WORKERS = 8
 
 _PARALLEL_NUMEL = 1 << 24
 _SIGN_BIT = 1 << 15
-_CACHED_NUMEL = 1 << 18
+_CACHED_NUMEL = 1 << 19
 """16-bit numbers that stay in a core's cache, and are read from memory once though they are looked at twice."""
 
 

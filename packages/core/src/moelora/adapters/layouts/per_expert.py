@@ -56,6 +56,18 @@ class _Stack:
     b: list[TensorInfo] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Where a stack lies in its parameter's factors: its rows of B, its ranks; experts in ascending order."""
+
+    rows: slice
+    columns: slice
+    scale: float
+    experts: Sequence[int]
+    a: Sequence[TensorInfo]
+    b: Sequence[TensorInfo]
+
+
 def plan_per_expert(path: str, members: Members, targets: Sequence[Target], context: Context) -> list[Plan]:
     """Plans the 3-D parameters of one experts module from the pairs of its experts.
 
@@ -118,15 +130,15 @@ def _plan_target(
     rank = sum(widths.values())
     covers_a = sum(len(stack.experts) * stack.rank for stack in stacks) == target.num_experts * rank
     covers_b = covers_a and stacks[0].part.height == target.out_features
+    blocks = [_block(stack, starts[stack.part.name]) for stack in stacks]
 
     def fill(reader: Reader, a: torch.Tensor, b: torch.Tensor) -> None:
         if not covers_a:
             a.zero_()
         if not covers_b:
             b.zero_()  # outside the blocks
-        for stack in stacks:
-            columns = slice(starts[stack.part.name], starts[stack.part.name] + stack.rank)
-            _fill_block(reader, stack, a[:, columns], b[:, stack.part.rows, columns])
+        for block in blocks:
+            _fill_block(reader, block, a[:, block.columns], b[:, block.rows, block.columns])
 
     return Plan(
         target=target,
@@ -157,16 +169,21 @@ def _check_once(target: Target, members: Members) -> None:
         raise Refused(f"{target.name}: given both as a fused gate_up projection and as gate or up")
 
 
-def _fill_block(reader: Reader, stack: _Stack, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Writes a stack to its ranks and rows of all experts: a `[E, r, in]`, b `[E, height, r]`."""
+def _block(stack: _Stack, start: int) -> _Block:
     experts, of_a, of_b = zip(*sorted(zip(stack.experts, stack.a, stack.b, strict=True)), strict=True)
-    if len(experts) == len(a):
-        reader.stack(of_a, a)
-        put_scaled(b, reader.stack(of_b), stack.scale)
+    columns = slice(start, start + stack.rank)
+    return _Block(rows=stack.part.rows, columns=columns, scale=stack.scale, experts=experts, a=of_a, b=of_b)
+
+
+def _fill_block(reader: Reader, block: _Block, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Writes a block to its ranks and rows of all experts: a `[E, r, in]`, b `[E, height, r]`."""
+    if len(block.experts) == len(a):
+        reader.stack(block.a, a)
+        put_scaled(b, reader.stack(block.b), block.scale)
     else:
-        some = torch.tensor(experts)
-        a[some] = reader.stack(of_a).to(a.dtype)
-        b[some] = (reader.stack(of_b).float() * stack.scale).to(b.dtype)
+        some = torch.tensor(block.experts)
+        a[some] = reader.stack(block.a).to(a.dtype)
+        b[some] = (reader.stack(block.b).float() * block.scale).to(b.dtype)
 
 
 def _starts(widths: Mapping[str, int]) -> dict[str, int]:
