@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from arch_world import make, runnable
 from moelora.errors import CheckpointError, ConfigError
 from moelora.models.base_model import load_base, open_base
 from moelora.models.checkpoint import INDEX, SINGLE, check_checkpoint, find_model_folder
@@ -215,6 +216,24 @@ def test_dummy_weights_need_a_config_alone(folder):
     base = load_base(open_base(folder, load_format="dummy"), device=CPU, dtype="bfloat16")
     assert base.dtype == torch.bfloat16
     assert all(torch.isfinite(p).all() for p in base.causal_lm.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hy_v4",  # lm_head and more in float32
+        "inkling",  # a config of the text part that does not say whether the head is tied
+    ],
+)
+def test_dummy_weights_have_the_dtypes_of_loaded_ones(tmp_path, name):
+    model_class, config = runnable(name, torch.bfloat16)
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    dummy = load_base(open_base(tmp_path, load_format="dummy"), device=CPU, dtype="bfloat16").causal_lm
+    loaded = load_base(open_base(tmp_path), device=CPU, dtype="bfloat16").causal_lm
+    dtypes = {key: x.dtype for key, x in dummy.named_parameters()}
+    assert dtypes == {key: x.dtype for key, x in loaded.named_parameters()}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
 
 
 def test_dtypes(folder):

@@ -21,6 +21,7 @@ from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, 
 from moelora.models.context import row_of
 from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
+from moelora.models.kept import widen_kept
 from moelora.models.mixers import LoopedCall, install_loops, looped_functions
 from moelora.models.quantized import (
     Quantisation,
@@ -327,8 +328,9 @@ def _random_model(
     try:
         with device, _Quiet():
             model: torch.nn.Module = source.model_class._from_config(config, dtype=dtype, **plugged)
-            embeddings = model.get_input_embeddings()  # type: ignore[operator]
-            if isinstance(embeddings, torch.nn.Embedding) and not config.get_text_config().tie_word_embeddings:
+            widen_kept(model, dtype)
+            embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+            if isinstance(embeddings, torch.nn.Embedding) and head.weight is not embeddings.weight:
                 torch.nn.init.normal_(embeddings.weight, std=_DUMMY_STD)
             return model
     except Exception as error:

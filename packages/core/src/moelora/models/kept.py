@@ -17,3 +17,11 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
     plan = model._get_dtype_plan(dtype)
     wide = [re.compile(pattern.replace("*", ".*")) for pattern, kept in plan.items() if kept is torch.float32]
     return lambda name: any(pattern.search(name) for pattern in wide)
+
+
+def widen_kept(model: Any, dtype: torch.dtype) -> None:
+    """Brings to float32, in place, what loading would have: a model that is made in `dtype` has all of it in that."""
+    is_kept = kept_in_float32(model, dtype)
+    for name, parameter in model.named_parameters():
+        if is_kept(name):
+            parameter.data = parameter.data.float()
