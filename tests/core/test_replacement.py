@@ -89,3 +89,34 @@ def test_modules_that_see_no_rows_of_tokens_are_refused_at_load(tmp_path, archit
     expected = logprobs(model, ids)
     torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
     assert (expected - base).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "ending"), [("hy_v4", "lm_head"), ("hy_v4", "indexer.k_norm"), ("ernie4_5_moe", "mlp.gate")]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_takes_the_place_of_a_weight_kept_in_float32_is_in_float32(tmp_path, architecture, ending):
+    model_class, config = runnable(architecture, torch.bfloat16)
+    make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    targets = build_catalogue(open_base(tmp_path / "model").skeleton()).targets
+    weights = {name: torch.randn(target.shape) * 0.5 for name, target in targets.items() if name.endswith(ending)}
+    assert weights
+    stored = {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    write_adapter(tmp_path / "saved", stored, modules_to_save=[ending.rpartition(".")[2]], target_modules=[])
+    options = EngineOptions(device="cpu", dtype="bfloat16")
+    ids = torch.randint(3, 120, (30,))
+    engine = PrefillEngine(tmp_path / "model", adapters={"saved": tmp_path / "saved"}, options=options)
+    for adapters in (("saved",), ("saved", "__base__")):
+        results = engine.score([Request(token_ids=ids.tolist(), adapter=adapter) for adapter in adapters])
+        assert [result.error for result in results] == [None] * len(adapters)
+    for name, weight in weights.items():
+        assert torch.equal(engine._bank.replacement(name, 0), weight)
+    assert engine.report()["memory"]["bank"] == sum(weight.nbytes for weight in weights.values())
+    if ending == "lm_head":
+        changed = model_class.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
+        changed.lm_head.weight.data = weights["lm_head"]
+        with torch.inference_mode():
+            hidden_TH = changed.model(input_ids=ids[None]).last_hidden_state[0]
+            slot_T = torch.zeros(30, dtype=torch.int32)
+            logits_TV = engine._head.logits(hidden_TH, slot_T, has_lora=True)
+            torch.testing.assert_close(logits_TV, changed(input_ids=ids[None]).logits[0])

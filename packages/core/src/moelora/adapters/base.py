@@ -43,6 +43,7 @@ class Target:
     interleaved: EXPERTS whose fused gate/up rows alternate (even gate, odd up) instead of standing as [gate; up].
     gated: EXPERTS parameter that holds gate and up fused.
     shape: shape of the stored weight.
+    kept_from: the dtypes of a model in which this weight is in float32 all the same.
     """
 
     name: str
@@ -54,6 +55,13 @@ class Target:
     transposed: bool = False
     interleaved: bool = False
     gated: bool = False
+    kept_from: frozenset[torch.dtype] = frozenset()
+
+    def held_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the weight in a model of `dtype`, and so that of what takes its place."""
+        import torch
+
+        return torch.float32 if dtype in self.kept_from else dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +117,7 @@ class TargetSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A named LoRA fine-tune in canonical form, on the host, in the base model's dtype.
+    """A named LoRA fine-tune in canonical form, on the host, in the base model's dtype (replacements: the weight's).
 
     factors: by target name. replacements: whole weights by target name (`modules_to_save`), in the stored shape.
     summaries: one per target, for people. notes: what was accepted but ignored, and why.

@@ -135,7 +135,11 @@ def summarise(planned: Planned, dtype: torch.dtype) -> tuple[TargetSummary, ...]
     ]
     whole = [
         TargetSummary(
-            target=one.target.name, layout="whole", ranks=(), scales=(), nbytes=one.info.numel * dtype.itemsize
+            target=one.target.name,
+            layout="whole",
+            ranks=(),
+            scales=(),
+            nbytes=one.info.numel * one.target.held_in(dtype).itemsize,
         )
         for one in planned.wholes
         if one.target is not None
@@ -163,7 +167,7 @@ def _load_wholes(
         if base is not None and loading.equals(whole.info, base):
             notes.append(f"tensor {whole.info.name!r} equals the base model's and is ignored")
         elif whole.target is not None and not whole.otherwise:
-            replacements[whole.target.name] = loading.whole(whole.info)
+            replacements[whole.target.name] = loading.whole(whole.info, whole.target.held_in(loading.dtype))
         elif base is not None or whole.needs_base:
             raise AdapterError(f"{loading.path}: tensor {whole.info.name!r} {whole.otherwise}")
         else:

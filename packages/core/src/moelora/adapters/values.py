@@ -65,9 +65,10 @@ class Loading:
                     f"{largest:g} and become zero in {str(self.dtype).removeprefix('torch.')}; give a wider --dtype"
                 )
 
-    def whole(self, info: TensorInfo) -> torch.Tensor:
+    def whole(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
+        """Reads a tensor stored in full, into `dtype`."""
         # A copy, since what the reader returns may be mapped from a file that is overwritten later.
-        tensor = self.allocate(info.shape, self.dtype).copy_(self.reader.read(info))
+        tensor = self.allocate(info.shape, dtype).copy_(self.reader.read(info))
         if not _is_finite(tensor):
             raise AdapterError(f"{self.path}: {self._culprit((info,), 1.0)}")
         return tensor
@@ -105,10 +106,7 @@ class Outlining(Loading):
         return [self.factors(plan) for plan in plans]
 
     def factors(self, plan: Plan) -> Factors:
-        return Factors(a=self._shape(plan.a_shape), b=self._shape(plan.b_shape))
-
-    def _shape(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
+        return Factors(a=_shape_alone(plan.a_shape, self.dtype), b=_shape_alone(plan.b_shape, self.dtype))
 
 
 class Checking(Outlining):
@@ -129,10 +127,10 @@ class Checking(Outlining):
                     Loading.factors(self, plan)
         return super().all_factors(plans)
 
-    def whole(self, info: TensorInfo) -> torch.Tensor:
+    def whole(self, info: TensorInfo, dtype: torch.dtype) -> torch.Tensor:
         if not self._surely_survive((self._peaks[info.name],), ()):
-            super().whole(info)
-        return self._shape(info.shape)
+            super().whole(info, dtype)
+        return _shape_alone(info.shape, dtype)
 
     def _surely_survive(self, peaks: Iterable[float], scales: Iterable[float]) -> bool:
         """Whether no value can overflow, nor all of a tensor vanish, whichever of them are scaled.
@@ -145,6 +143,10 @@ class Checking(Outlining):
             return False
         least = limits.tiny * limits.eps  # the smallest number above zero
         return not _is_narrow(self.dtype) or min(peaks) * min(factors) >= 2 * least
+
+
+def _shape_alone(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

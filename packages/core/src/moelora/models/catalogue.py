@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moelora.adapters.base import Catalogue, Target, TargetKind
 from moelora.models.decoder import other_modalities
+from moelora.models.kept import kept_in_float32
 from moelora.models.unregistered import experts_layout
 
 # Linear layers whose weight another module reads directly: a delta added to their forward would never be computed, so
@@ -32,12 +35,15 @@ def build_catalogue(model: nn.Module) -> Catalogue:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     hidden = _READ_BY_WEIGHT.get(model_type, ())
     elsewhere = {id(m) for parent, name in other_modalities(model) for m in parent.get_submodule(name).modules()}
+    is_kept = {dtype: kept_in_float32(model, dtype) for dtype in (torch.bfloat16, torch.float16)}
     targets: dict[str, Target] = {}
     for name, module in model.named_modules():
         if id(module) in elsewhere or any(name.endswith(suffix) for suffix in hidden):
             continue
         for target in _targets_of(name, module, is_embedding=module is embedding):
-            targets[target.name] = target
+            parameter = target.name if target.kind is TargetKind.EXPERTS else f"{target.name}.weight"
+            kept_from = frozenset(dtype for dtype, kept in is_kept.items() if kept(parameter))
+            targets[target.name] = replace(target, kept_from=kept_from)
     return Catalogue(
         model_type=model_type,
         targets=targets,
