@@ -43,7 +43,7 @@ def peaks_of(headers: Headers) -> dict[str, float]:
     return dict(zip(infos, found.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("buffer", [64, 4096, 1 << 18])
+@pytest.mark.parametrize("buffer", [64, 4096, 1 << 20])
 @pytest.mark.parametrize("seed", range(6))
 def test_peaks_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, buffer: int) -> None:
     monkeypatch.setattr(peaks, "_BUFFER", buffer)

@@ -16,8 +16,10 @@ import torch
 from moelora.errors import AdapterError
 from moelora.safetensors_file import Stamp, TensorInfo, stored_dtype
 
-_BUFFER = 1 << 19
-"""Bytes that stay in a core's cache: memory that is fresh for every tensor costs more than the reading."""
+_BUFFER = 1 << 20
+"""Bytes that stay in a core's cache: memory that is fresh for every tensor costs more than the reading.
+
+Not fewer, since threads that check adapters side by side wait for the interpreter's lock after each."""
 
 _BITS: dict[int, tuple[Any, Any]] = {2: (np.uint16, np.int16), 4: (np.uint32, np.int32), 8: (np.uint64, np.int64)}
 """Integers as wide as a float of so many bytes, without sign and with it."""
