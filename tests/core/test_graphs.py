@@ -17,12 +17,10 @@ import moelora.graphs.select
 import moelora.models.base_model
 import moelora.options
 from arch_world import adapt_everything, make, runnable
+from fake_recorder import CapturableTorchBackend, FakeRecorder, FakeRecording
 from moelora import BASE_ADAPTER, EngineOptions, GraphMode, PrefillEngine, Request, RunMode
-from moelora.backends.base import Capabilities
-from moelora.backends.torch_reference import TorchBackend
 from moelora.capacity import EagerReason
 from moelora.errors import ConfigError
-from moelora.graphs.recorder import Recorder, Recording
 from moelora.graphs.select import select_runner
 from moelora.jobs.plan import PlanningEngine
 from moelora.models.base_model import open_base
@@ -31,35 +29,6 @@ from tiny_models import VOCAB, peft_adapter, save_model
 
 BUCKETS = (4, 16, 48, 64)
 NAMES = ["attention", "experts", "both"]
-
-
-class FakeRecording(Recording):
-    def __init__(self, work):
-        self._work = work
-
-    def replay(self):
-        self._work()
-
-
-class FakeRecorder(Recorder):
-    """Plays back by running the work again: a whole, or the eager parts with everything between them."""
-
-    def __init__(self, device):
-        pass
-
-    def record(self, work):
-        work()
-        return FakeRecording(work)
-
-    def record_parts(self, work):
-        def again():
-            work(lambda eager: eager())
-
-        again()
-        return FakeRecording(again)
-
-    def alias(self, tensor):
-        return tensor
 
 
 class StaleRecorder(FakeRecorder):
@@ -86,14 +55,6 @@ class UncapturableRecorder(FakeRecorder):
         if type(self).parts:
             raise RuntimeError("operation not permitted when stream is capturing")
         return super().record_parts(work)
-
-
-class CapturableTorchBackend(TorchBackend):
-    capabilities = Capabilities(
-        name="torch",
-        device_types=frozenset({"cpu"}),
-        graph_modes=frozenset({GraphMode.FULL, GraphMode.BREAKABLE}),
-    )
 
 
 @pytest.fixture(scope="module")
