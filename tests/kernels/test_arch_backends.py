@@ -34,6 +34,21 @@ def test_what_is_not_what_it_looks_like_stays(tmp_path, name):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_norms_whose_input_is_in_float32_stay_beside_those_that_are_replaced(tmp_path):
+    """Some layers of inkling2 are kept in float32 when the model is loaded in 16 bits."""
+    model_class, config = runnable("inkling2", torch.float16)
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    model = model_class.from_pretrained(tmp_path).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = EngineOptions(device=device, backend="triton", dtype="float16", graph="off", max_tokens=64)
+    engine = PrefillEngine(tmp_path, options=options)
+    assert any("Norm" in name for name in engine._substitutes.used)
+    ids = [(7 * i) % 117 + 3 for i in range(20)]
+    (result,) = engine.score([Request(token_ids=ids)])
+    assert (torch.tensor(result.token_logprobs[1:]) - logprobs(model, ids)).abs().median() < 0.02
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_inputs_that_are_transposed_are_adapted(tmp_path):
     """A state-space layer hands its projection channels that lie one behind the other."""
     model_class, config = runnable("jamba")

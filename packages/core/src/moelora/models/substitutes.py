@@ -19,6 +19,7 @@ from moelora.backends.base import FusedOps
 from moelora.models.context import current_context, has_context
 from moelora.models.experts import activation_name
 from moelora.models.top_k import install_top_k
+from moelora.models.weak_methods import weakly
 
 _ROWS = 37
 _NORM_VARIANTS = ("model", "float", "one_plus")
@@ -120,7 +121,12 @@ def _try_norm(
         done.kept[label] += 1
         return
 
+    original = weakly(module.forward)
+
     def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype is not weight.dtype:  # a model that keeps some of its layers in fp32
+            normed: torch.Tensor = original(hidden_states)
+            return normed
         return ops.rms_norm(hidden_states, weight, eps, variant)
 
     module.forward = forward
@@ -193,7 +199,8 @@ def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tenso
         own_ops = current_context().backend.fused_ops if has_context() else None
         if own_ops is None or kwargs or len(args) != 4 or args[0].ndim != 4 or args[0].shape[0] != 1:
             return original(*args, **kwargs)
-        if not agreed.get((args[0].dtype, args[0].device.type), False):
+        several_dtypes = any(x.dtype is not args[0].dtype for x in args)
+        if several_dtypes or not agreed.get((args[0].dtype, args[0].device.type), False):
             return original(*args, **kwargs)
         if args[0].stride(-1) != 1 or args[1].stride(-1) != 1:  # no kernel reads heads that are not contiguous
             return original(*args, **kwargs)
