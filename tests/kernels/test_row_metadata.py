@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, run_tiles, sorted_tiles
-from moelora_kernels.metadata import RowBuffers, plan_runs, plan_sorted
+from moelora_kernels.metadata import RowBuffers, order_by_slot, plan_runs, plan_sorted
+from moelora_kernels.ops.routes import RouteBuffers, order_tokens
 
 DEVICE = torch.device(DEVICES[0])
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 2)), max_size=8)
@@ -26,6 +27,21 @@ def test_plans_equal_what_the_device_cuts(requests, tile_rows):
         assert plan.slot_C.tolist() == rows.tiles.slot_C[:count].tolist()
         if plan.perm_T is not None:
             assert plan.perm_T.tolist() == rows.perm_T.tolist()
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(requests=REQUESTS, padding=st.integers(0, 40))
+def test_the_order_by_slot_equals_what_the_device_makes(requests, padding):
+    lengths, slots = [n for n, _ in requests], [s for _, s in requests]
+    live = sum(lengths)
+    bucket = live + padding
+    buffers = RowBuffers(tiles=50, tokens=400, entries=30, permuted=False, device=DEVICE)
+    buffers.refresh(plan_runs(lengths, slots, 16), lengths, slots)
+    assert order_by_slot(lengths, slots).tolist() == buffers.order_T[:live].tolist()
+    if bucket:
+        routes = RouteBuffers(max_tokens=400, top_k=2, num_experts=4, num_slots=3, block_m=16, device=DEVICE)
+        made = order_tokens(buffers.token_slot_T[:bucket], buffers=routes, num_live=buffers.num_live_1)
+        assert buffers.order_T[:bucket].tolist() == made.tolist()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

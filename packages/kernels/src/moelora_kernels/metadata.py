@@ -58,31 +58,42 @@ def plan_sorted(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) ->
     length_S = np.asarray(lengths, dtype=np.int64)
     slot_S = np.asarray(slots, dtype=np.int64)
     order = np.argsort(np.where(slot_S == BASE_SLOT, np.iinfo(np.int64).max, slot_S), kind="stable")
+    plan = plan_runs(length_S[order].tolist(), slot_S[order].tolist(), tile_rows)
+    return RowPlan(plan.start_C, plan.rows_C, plan.slot_C, _rows_in(order, length_S))
+
+
+def order_by_slot(lengths: Sequence[int], slots: Sequence[int]) -> np.ndarray:
+    """Rows ordered by slot, stably and base rows first: int32, what `ops.routes.order_tokens` makes on the device."""
+    order = np.argsort(np.asarray(slots, dtype=np.int64), kind="stable")
+    return _rows_in(order, np.asarray(lengths, dtype=np.int64))
+
+
+def _rows_in(order: np.ndarray, length_S: np.ndarray) -> np.ndarray:
+    """The rows of packed requests, request by request in another order; int32."""
     start_S = np.cumsum(length_S) - length_S
-    length_S, slot_S, start_S = length_S[order], slot_S[order], start_S[order]
+    length_S, start_S = length_S[order], start_S[order]
     shift_S = start_S - (np.cumsum(length_S) - length_S)
-    perm_T = (np.repeat(shift_S, length_S) + np.arange(length_S.sum())).astype(np.int32)
-    plan = plan_runs(length_S.tolist(), slot_S.tolist(), tile_rows)
-    return RowPlan(plan.start_C, plan.rows_C, plan.slot_C, perm_T)
+    return (np.repeat(shift_S, length_S) + np.arange(length_S.sum())).astype(np.int32)
 
 
 class RowBuffers:
     """Device memory for the row metadata of one batch at a time: one flat int32 buffer and views into it.
 
-    token_slot_T: slot of each row, -1 behind the last. num_live_1: rows before the padding. perm_T: or None if rows are
-    not sorted. `entries`: of the list of slots per block, see `most_entries`.
+    token_slot_T: slot of each row, -1 behind the last. num_live_1: rows before the padding. order_T: rows by slot, base
+    first, padding last. perm_T: None if tiles do not count sorted rows. `entries`: of the list of slots per block, see
+    `most_entries`.
     """
 
     def __init__(self, *, tiles: int, tokens: int, entries: int, permuted: bool, device: torch.device) -> None:
         self._blocks = -(-tokens // LIST_ROWS)
         sizes = (
-            *(1, 1, tiles + 1, tiles + 1, tiles + 1, tokens, tokens if permuted else 0),
+            *(1, 1, tiles + 1, tiles + 1, tiles + 1, tokens, tokens, tokens if permuted else 0),
             *(self._blocks + 1, max(1, entries)),
         )
         starts = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)]).tolist()
         self._spans = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
         self._flat = torch.zeros(starts[-1], dtype=torch.int32, device=device)
-        count, live, start, rows, slot, token_slot, perm, block_first, block_slot = (
+        count, live, start, rows, slot, token_slot, order, perm, block_first, block_slot = (
             self._flat[span] for span in self._spans
         )
         slot.fill_(BASE_SLOT)
@@ -90,6 +101,7 @@ class RowBuffers:
         self.tiles = TileList(count, start, rows, slot)
         self.num_live_1 = live
         self.token_slot_T = token_slot
+        self.order_T = order
         self.perm_T = perm if permuted else None
         self._block_first, self._block_slot = block_first, block_slot
 
@@ -105,12 +117,14 @@ class RowBuffers:
         parts[2][:count], parts[3][:count] = plan.start_C, plan.rows_C
         parts[4][:], parts[5][:] = BASE_SLOT, BASE_SLOT
         parts[4][:count], parts[5][: token_slot.size] = plan.slot_C, token_slot
+        parts[6][:] = np.arange(parts[6].size)
+        parts[6][: token_slot.size] = order_by_slot(lengths, slots)
         if plan.perm_T is not None:
-            parts[6][:] = np.arange(parts[6].size)
-            parts[6][: plan.perm_T.size] = plan.perm_T
+            parts[7][:] = np.arange(parts[7].size)
+            parts[7][: plan.perm_T.size] = plan.perm_T
         first, block_slots = plan_blocks(lengths, slots, self._blocks)
-        assert block_slots.size <= parts[8].size, f"{block_slots.size} entries do not fit into {parts[8].size}"
-        parts[7][:], parts[8][: block_slots.size] = first, block_slots
+        assert block_slots.size <= parts[9].size, f"{block_slots.size} entries do not fit into {parts[9].size}"
+        parts[8][:], parts[9][: block_slots.size] = first, block_slots
         # The allocator keeps the pinned memory back until the stream has passed this copy.
         self._flat.copy_(host, non_blocking=True)
 

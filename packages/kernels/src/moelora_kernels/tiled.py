@@ -39,7 +39,7 @@ from moelora_kernels.ops.dense_lora import (
     scratch_numel,
 )
 from moelora_kernels.ops.invariant_gemm import bulk_copies
-from moelora_kernels.ops.lora_gemm import SlotBlocks, lora_gemm, most_entries
+from moelora_kernels.ops.lora_gemm import lora_gemm, most_entries
 
 if TYPE_CHECKING:
     from moelora.models.context import Segments
@@ -127,7 +127,7 @@ class TiledBackend(Backend):
             static=True,
             scratch=own.scratch,
             num_live_1=num_live_1,
-            order_T=self._token_order(phase, token_slot_T, num_live_1),
+            order_T=own.rows.order_T[:bucket],
         )
         return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
 
@@ -284,19 +284,14 @@ class TiledBackend(Backend):
 
     def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:
         """A handle with tensors of its own, for a batch that no graph takes."""
-        token_slot_T = batch.token_slot_T
-        order_T = self._token_order(phase, token_slot_T, None) if has_lora else None
-        rows, blocks = self._eager_rows(batch) if has_lora else (no_rows(token_slot_T.device), None)
-        handle = Handle(
-            phase=phase,
-            rows=rows,
-            blocks=blocks,
-            # The order is a view of the phase's route buffers, which the next batch refills.
-            order_T=order_T.clone() if order_T is not None else None,
+        handle = (
+            self._eager_handle(batch, phase)
+            if has_lora
+            else Handle(phase=phase, rows=no_rows(batch.token_slot_T.device))
         )
-        return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
+        return LoraMetadata(phase=phase, token_slot_T=batch.token_slot_T, has_lora=has_lora, private=handle)
 
-    def _eager_rows(self, batch: PackedBatch) -> tuple[RowTiles, SlotBlocks]:
+    def _eager_handle(self, batch: PackedBatch, phase: Phase) -> Handle:
         tokens = batch.num_tokens
         tile_rows = self._tile_rows(tokens)
         plan = self._plan(batch.lengths, batch.slots, tile_rows)
@@ -309,18 +304,12 @@ class TiledBackend(Backend):
             device=batch.token_slot_T.device,
         )
         buffers.refresh(plan, batch.lengths, batch.slots)
-        return buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows), buffers.blocks(tokens)
-
-    def _token_order(
-        self, phase: Phase, token_slot_T: torch.Tensor, num_live_1: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Tokens by slot, made once for all experts layers of the batch; None where they make it themselves."""
-        moe = self._moe.get(phase)
-        if moe is None or moe.slots == 0 or not 0 < token_slot_T.shape[0] <= moe.max_tokens:
-            return None
-        from moelora_kernels.ops.routes import order_tokens
-
-        return order_tokens(token_slot_T, buffers=moe.routes, num_live=num_live_1)
+        return Handle(
+            phase=phase,
+            rows=buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows),
+            blocks=buffers.blocks(tokens),
+            order_T=buffers.order_T,
+        )
 
     def _handle(self, meta: LoraMetadata) -> Handle:
         handle = meta.private

@@ -15,7 +15,6 @@ from moelora.backends.base import DenseSlots
 from moelora_kernels.launch import (
     FLOAT_DTYPES,
     INT32_LIMIT,
-    hopper_or_later,
     programs,
     require,
     require_device,
@@ -25,7 +24,7 @@ from moelora_kernels.ops.dense_lora.config import DenseConfig, pick_config
 from moelora_kernels.ops.dense_lora.kernel import expand_kernel, gather_kernel, shrink_kernel, shrink_narrow_kernel
 from moelora_kernels.ops.dense_lora.naive import naive_dense_lora, naive_embedding_lora
 from moelora_kernels.ops.dense_lora.tiles import TileList, cut_tiles, make_tile_list, pick_tile_rows
-from moelora_kernels.overlap import overlapping
+from moelora_kernels.overlap import overlapping, overlaps
 
 __all__ = [
     "MAX_FUSED",
@@ -191,7 +190,7 @@ def shrink(
         "GATHER": rows.perm_T is not None,
         "BY_TOKEN": by_token,
         "PARTS": parts,
-        "OVERLAP": hopper_or_later(x_TK.device),
+        "OVERLAP": overlaps(x_TK.device, x_TK.shape[0]),
         "BLOCK_M": block_m,
         "BLOCK_K": config.block_k,
     }
@@ -230,7 +229,7 @@ def _expand(
         NUM=len(slots), GATHER=rows.perm_T is not None,
         ONE_BLOCK=max_rank <= config.expand_block_r, STAGES=config.expand_stages,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=config.expand_block_r,
-        num_warps=config.expand_warps, **overlapping(y_TR.device),
+        num_warps=config.expand_warps, **overlapping(y_TR.device, y_TR.shape[0]),
     )  # fmt: skip
 
 

@@ -266,6 +266,7 @@ def _product(
         GATHER=gather,
         SCATTER=not gather,
         HALVES=halves,
+        COLUMN_RUNS=base.transposed and n_cols % 16 == 0,
         ACT=act,
         HAS_BIAS=bias is not None,
         HAS_LORA=slots is not None,

@@ -73,6 +73,7 @@ def product_tile(
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     HALVES: tl.constexpr,
+    COLUMN_RUNS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
@@ -95,7 +96,11 @@ def product_tile(
     b_x = b_token if GATHER else b_row
     o_k = tl.arange(0, BK)
     o_n = i_n * BN + tl.arange(0, BN)  # [BN]
-    b_n = tl.minimum(o_n, n_cols - 1)
+    if COLUMN_RUNS:
+        # Where columns lie side by side, those behind the last must too, or every load falls apart into elements.
+        b_n = tl.max_contiguous(tl.multiple_of(tl.where(o_n < n_cols, o_n, o_n % 16), 16), 16)
+    else:
+        b_n = tl.minimum(o_n, n_cols - 1)
     if HALVES == 1:
         b_n = (b_n % 2) * half + b_n // 2
     p_we = p_w + expert.to(tl.int64) * s_w_e
@@ -197,6 +202,7 @@ def grouped_product(
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
     HALVES: tl.constexpr,
+    COLUMN_RUNS: tl.constexpr,
     ACT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
@@ -221,7 +227,8 @@ def grouped_product(
     is row c//2 of half c%2 (gate, up), the halves lying `half` rows apart; 2 the same, W being stored that way. With
     halves, the activation leaves BN/2 columns. y `[P or T, RP]` holds A x; b is `[L, E or 1, out, R]`. The
     first WIDE·BK LoRA columns of a tile stand in wide `[P, WIDE·BK]`, each row's own at their place; y has the rest.
-    OFFSET: the integer type that reaches every element of x, wide and b.
+    OFFSET: the integer type that reaches every element of x, wide and b. COLUMN_RUNS: W's columns lie side by side, and
+    their number is a multiple of 16.
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_tile, i_n = place(tl.program_id(0), tiles, tl.cdiv(n_cols, BN), GROUP)
@@ -267,6 +274,7 @@ def grouped_product(
             GATHER,
             SCATTER,
             HALVES,
+            COLUMN_RUNS,
             ACT,
             HAS_BIAS,
             HAS_LORA,
@@ -318,6 +326,7 @@ def grouped_product(
             GATHER,
             SCATTER,
             HALVES,
+            COLUMN_RUNS,
             ACT,
             HAS_BIAS,
             HAS_LORA,

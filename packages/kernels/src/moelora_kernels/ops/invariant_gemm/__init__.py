@@ -103,13 +103,13 @@ def invariant_gemm(
             bias_N if bias_N is not None else w_NK, descriptor(out_MN, config.block_m, config.block_n),
             rows, width, inner, *_lora_arguments(lora, x_MK),
             BIAS=bias_N is not None, FLATTEN=config.flatten,
-            **_lora_constants(lora, x_MK.device), **_block_constants(config),
+            **_lora_constants(lora, x_MK), **_block_constants(config),
         )  # fmt: skip
         return out_MN
     pointer_gemm_kernel[(tiles,)](
         x_MK, w_NK, bias_N if bias_N is not None else w_NK, out_MN,
         rows, width, inner, x_MK.stride(0), w_NK.stride(0), out_MN.stride(0), *_lora_arguments(lora, x_MK),
-        BIAS=bias_N is not None, **_lora_constants(lora, x_MK.device), **_block_constants(config),
+        BIAS=bias_N is not None, **_lora_constants(lora, x_MK), **_block_constants(config),
     )  # fmt: skip
     return out_MN
 
@@ -136,10 +136,11 @@ def _lora_arguments(lora: LoraOperands | None, unused: torch.Tensor) -> tuple[to
     )  # fmt: skip
 
 
-def _lora_constants(lora: LoraOperands | None, device: torch.device) -> dict[str, bool | int]:
+def _lora_constants(lora: LoraOperands | None, x_MK: torch.Tensor) -> dict[str, bool | int]:
     rank = lora.b_LNR.shape[2] if lora is not None else 16
     block_r = rank_block(rank)
-    start = overlapping(device) if lora is not None and lora.overlap else {"OVERLAP": False}
+    overlap = lora is not None and lora.overlap
+    start = overlapping(x_MK.device, x_MK.shape[0]) if overlap else {"OVERLAP": False}
     return {
         "LORA": lora is not None, "ONE_BLOCK": rank <= block_r, "LIST_ROWS": LIST_ROWS, "BLOCK_R": block_r, **start
     }  # fmt: skip

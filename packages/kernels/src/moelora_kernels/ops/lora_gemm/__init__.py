@@ -145,6 +145,6 @@ def _in_one_launch(
         blocks.token_slot_T, blocks.first, blocks.slot,
         NUM=len(outs), BIAS=bias_N is not None, ONE_BLOCK=rank <= block_r, LIST_ROWS=LIST_ROWS,
         GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-        BLOCK_R=block_r, num_warps=config.warps, num_stages=config.stages, **overlapping(x_TK.device),
+        BLOCK_R=block_r, num_warps=config.warps, num_stages=config.stages, **overlapping(x_TK.device, x_TK.shape[0]),
     )  # fmt: skip
     return outs
