@@ -1,5 +1,7 @@
 """Adapted layers of one input are computed together; whoever breaks the pattern is computed alone, and right."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from moelora.backends import get_backend
 from moelora.backends.base import DenseSlots, LoraMetadata
 from moelora.models.context import ForwardContext, forward_context
 from moelora.models.projections import Projections, _join
+from moelora.self_check import _reads_rows_apart
 from moelora.types import Phase
 from tiny_models import save_model
 
@@ -58,9 +61,9 @@ def run(block, x, slot_T):
     backend, sizes = get_backend("torch"), []
     together = backend.projections
 
-    def counted(x_TI, weights, *others):
+    def counted(x_TI, weights, *others, **how):
         sizes.append(len(weights))
-        return together(x_TI, weights, *others)
+        return together(x_TI, weights, *others, **how)
 
     backend.projections = counted
     meta = LoraMetadata(phase=Phase.PREFILL, token_slot_T=slot_T, has_lora=bool((slot_T >= 0).any()), private=None)
@@ -135,6 +138,65 @@ def test_joined_weights_stay_what_they_were():
     assert parameters[1].data_ptr() == parameters[0].data_ptr() + 3 * 4 * 4
 
 
+@pytest.fixture
+def joins(monkeypatch):
+    """As on an accelerator, where the weights of a group lie behind one another."""
+    monkeypatch.setattr("moelora.models.projections._joins", lambda weight: True)
+
+
+class Viewer(Block):
+    """Reads its rows as one line, which is no view of rows that lie apart."""
+
+    def forward(self, x):
+        outs = super().forward(x)
+        return [out.view(-1) for out in outs]
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(Block, True), (Viewer, False)])
+def test_rows_may_lie_apart_where_the_model_reads_them_so(kind, reads, joins):
+    torch.manual_seed(0)
+    block = kind()
+    projections, _ = install(block)
+    slot_T = torch.full((5,), -1, dtype=torch.int32)
+
+    def forward(batch):
+        outs, _ = run(block, torch.arange(30.0).view(5, 6), slot_T)
+        return SimpleNamespace(hidden_TH=outs[1].view(5, -1))
+
+    base, runner = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(run=forward)
+    with torch.no_grad():
+        want = forward(None).hidden_TH
+        assert not projections.any_joined
+        projections.finish()
+        assert projections.any_joined
+        assert _reads_rows_apart(projections, base, runner, want) is reads
+        assert not _reads_rows_apart(projections, base, runner, want * 1.1)
+        torch.testing.assert_close(forward(None).hidden_TH, want)
+
+
+def test_an_engine_tells_the_backend_that_rows_may_lie_apart(tmp_path, joins, monkeypatch):
+    save_model(tmp_path / "model", "qwen3_moe")
+    catalogue = PrefillEngine(tmp_path / "model", options=EngineOptions(device="cpu")).catalogue
+    AdapterWriter(catalogue).dense(*[n for n in catalogue.targets if n.endswith(("q_proj", "k_proj"))]).write(
+        tmp_path / "adapter"
+    )
+    requests = [Request(token_ids=[1, 2, 3], adapter="x"), Request(token_ids=[4, 5])]
+    told, scores = [], []
+    for may in (True, False):
+        monkeypatch.setattr("moelora.self_check._reads_rows_apart", lambda *given, may=may: may)
+        engine = PrefillEngine(
+            tmp_path / "model", adapters={"x": tmp_path / "adapter"}, options=EngineOptions(device="cpu")
+        )
+        together = engine._backend.projections
+        engine._backend.projections = lambda *given, together=together, rows_apart: (
+            told.append(rows_apart) or together(*given, rows_apart=rows_apart)
+        )
+        scores.append([result.token_logprobs for result in engine.score(requests)])
+        assert set(told) == {may}
+        told.clear()
+    assert scores[0] == scores[1]
+
+
 def test_an_engine_computes_q_k_v_at_once(tmp_path):
     save_model(tmp_path / "model", "qwen2_moe")
     engine = PrefillEngine(tmp_path / "model", options=EngineOptions(device="cpu"))
@@ -145,6 +207,8 @@ def test_an_engine_computes_q_k_v_at_once(tmp_path):
     )
     sizes = []
     together = engine._backend.projections
-    engine._backend.projections = lambda x, weights, *rest: sizes.append(len(weights)) or together(x, weights, *rest)
+    engine._backend.projections = lambda x, weights, *rest, **how: (
+        sizes.append(len(weights)) or together(x, weights, *rest, **how)
+    )
     engine.score([Request(token_ids=[1, 2, 3], adapter="x")])
     assert set(sizes) == {3, 1}

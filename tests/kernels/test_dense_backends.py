@@ -12,6 +12,7 @@ from moelora.backends import get_backend
 from moelora.backends.base import PhaseError
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
+from moelora.models.projections import _join
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
 from moelora_kernels.ops.dense_lora import naive_dense_lora, naive_embedding_lora
@@ -205,6 +206,36 @@ def test_projections(name, bucket, rides, monkeypatch):
         for out, weight, bias, bank in zip(outs, weights, biases, banks, strict=True):
             want = naive_lora_gemm(x_TI, weight, bias, bank, meta.token_slot_T)
             assert relative_error(out, want) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bucket", [None, 64])
+def test_projections_of_few_rows_share_a_base_product(name, bucket, with_bias, monkeypatch):
+    backend = make_backend(name)
+    widths = (20, 9, 7)
+    banks = [make_bank([3, 20, 0], 24, n, seed=n, dtype=torch.float32, device=str(DEVICE)) for n in widths]
+    weights = [torch.nn.Parameter(randn(n, 24, seed=n + 1, device=str(DEVICE))) for n in widths]
+    biases = [torch.nn.Parameter(randn(n, seed=n + 2, device=str(DEVICE))) if with_bias else None for n in widths]
+    meta = backend.prepare_batch(make_batch([3, 17, 1, 2], [0, 1, -1, 0]), phase=Phase.PREFILL, bucket=bucket)
+    x_TI = randn(meta.token_slot_T.shape[0], 24, seed=4, device=str(DEVICE))
+    with torch.no_grad():
+        apart = backend.projections(x_TI, weights, biases, banks, meta, rows_apart=True)  # each weight in its own place
+        _join(weights)
+        assert all(out.is_contiguous() for out in [*apart, *backend.projections(x_TI, weights, biases, banks, meta)])
+        if with_bias:
+            _join(biases)
+        outs = backend.projections(x_TI, weights, biases, banks, meta, rows_apart=True)
+        assert {out.stride() for out in outs} == {(36, 1)}
+        for out, other, weight, bias, bank in zip(outs, apart, weights, biases, banks, strict=True):
+            want = naive_lora_gemm(x_TI, weight, bias, bank, meta.token_slot_T)
+            assert relative_error(out, want) < TOLERANCE[torch.float32]
+            assert relative_error(other, want) < TOLERANCE[torch.float32]
+        for rule, value in (("RIDE_ROWS", 1), ("joined_product", lambda *given: None)):
+            with monkeypatch.context() as patch:
+                patch.setattr(tiled, rule, value)
+                separate = backend.projections(x_TI, weights, biases, banks, meta, rows_apart=True)
+            assert all(out.is_contiguous() for out in separate)
 
 
 def test_projections_of_base_rows_are_the_base_product():

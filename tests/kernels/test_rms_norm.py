@@ -60,6 +60,19 @@ def test_strided_rows(device):
     assert relative_error(rms_norm(x, weight, 1e-6)[0], naive_rms_norm(x, weight, 1e-6)[0]) < 1e-6
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_heads_of_rows_that_lie_apart(device):
+    weight = randn(8, seed=2, device=device)
+    wide = randn(5, 60, seed=1, device=device)
+    heads = wide[:, 4:28].view(1, 5, 3, 8)
+    for x in (heads, heads.transpose(1, 2), wide[:, 4:28].unsqueeze(0).unflatten(2, (3, 8))[..., ::1], wide[:, 4:12]):
+        assert not x.is_contiguous()
+        got, _ = rms_norm(x, weight, 1e-6)
+        assert got.is_contiguous()
+        assert torch.equal(got, rms_norm(x.contiguous(), weight, 1e-6)[0])
+        assert relative_error(got, naive_rms_norm(x, weight, 1e-6)[0]) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("module", "name", "variant"),
     [

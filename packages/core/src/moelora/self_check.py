@@ -12,6 +12,7 @@ from moelora.errors import CheckpointError
 from moelora.graphs.eager import EagerRunner
 from moelora.models.base_model import BaseModel
 from moelora.models.lora import InstalledLora
+from moelora.models.projections import Projections
 from moelora.scoring.head import ScoringHead
 from moelora.types import BASE_ADAPTER, BASE_SLOT
 
@@ -20,6 +21,9 @@ _PROBE_TOKENS = 149
 
 Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
 """
+
+_AGREES = 1e-2
+"""Of the norm of what a body gives: kernels may be others where rows lie apart, and round otherwise."""
 
 
 def check_installed(
@@ -32,7 +36,7 @@ def check_installed(
     capacity: PrefillCapacity,
     max_positions: int | None,
 ) -> None:
-    """Runs one batch of base rows, and a second of two requests where something may confuse them.
+    """Runs one batch of base rows, and others of them where something is to be found out: see the functions below.
 
     max_positions: as `PrefillEngine.max_positions`. `installed` counts calls, and stops checking after this.
 
@@ -40,8 +44,11 @@ def check_installed(
         CheckpointError: If the model does not run.
         AdapterError: If the model does not call a target, or calls it with what is no row per token.
     """
-    _try_alone(base, runner, head, _prime(min(_PROBE_TOKENS, capacity.max_tokens, max_positions or _PROBE_TOKENS)))
+    length = _prime(min(_PROBE_TOKENS, capacity.max_tokens, max_positions or _PROBE_TOKENS))
+    hidden_TH = _try_alone(base, runner, head, length)
     installed.check_calls()
+    projections = installed.projections
+    projections.rows_apart = projections.any_joined and _reads_rows_apart(projections, base, runner, hidden_TH)
     depends_on_others = bool(base.functions) or bool(layout.replaced)
     if depends_on_others and capacity.max_requests > 1 and capacity.max_tokens > 1:
         _try_together(base, runner, _prime(min(_PROBE_TOKENS, capacity.max_tokens)))
@@ -49,10 +56,10 @@ def check_installed(
 
 
 @torch.inference_mode()
-def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: int) -> None:
-    """One request of `length` tokens, through body and head."""
+def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: int) -> torch.Tensor:
+    """One request of `length` tokens, through body and head. Returns what the body gave, `[T, H]`."""
     try:
-        hidden_TH = runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
+        hidden_TH = _run_alone(base, runner, length)
         base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=base.device)
         head.logits(hidden_TH[-1:], base_row, has_lora=False)
         head.recognise(hidden_TH[-2:])
@@ -63,6 +70,26 @@ def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: 
         raise CheckpointError(
             f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
         ) from error
+    return hidden_TH
+
+
+@torch.inference_mode()
+def _reads_rows_apart(
+    projections: Projections, base: BaseModel, runner: EagerRunner, expected_TH: torch.Tensor
+) -> bool:
+    """Whether the model gives the same when rows of its projections lie apart: some views cannot be made then."""
+    try:
+        with projections.spreading():
+            hidden_TH = _run_alone(base, runner, expected_TH.shape[0])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return bool((hidden_TH - expected_TH).norm() <= _AGREES * expected_TH.norm())
+
+
+def _run_alone(base: BaseModel, runner: EagerRunner, length: int) -> torch.Tensor:
+    return runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
 
 
 @torch.inference_mode()

@@ -39,7 +39,7 @@ from moelora_kernels.ops.dense_lora import (
     scratch_numel,
 )
 from moelora_kernels.ops.invariant_gemm import bulk_copies
-from moelora_kernels.ops.lora_gemm import lora_gemm, most_entries
+from moelora_kernels.ops.lora_gemm import joined_product, lora_gemm, most_entries
 
 if TYPE_CHECKING:
     from moelora.models.context import Segments
@@ -159,6 +159,8 @@ class TiledBackend(Backend):
         biases_O: Sequence[torch.Tensor | None],
         slots: Sequence[DenseSlots],
         meta: LoraMetadata,
+        *,
+        rows_apart: bool = False,
     ) -> list[torch.Tensor]:
         """LoRA rides in the base product of large batches, whose outputs would otherwise be read and written twice.
 
@@ -166,19 +168,26 @@ class TiledBackend(Backend):
         not depend on the size of the batch, and the sum is rounded once here, twice there.
         """
         handle = self._handle(meta)
-        rides = (
+        if handle.blocks is not None and self._rides(x_TI, weights_OI, meta):
+            scratch = scratch_of(handle, x_TI.dtype)
+            return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
+        if rows_apart and x_TI.shape[0] < RIDE_ROWS and not self.batch_invariant:
+            # With few rows it is launches and half-filled devices that cost: one base product for all projections.
+            outs = joined_product(x_TI, weights_OI, biases_O)
+            if outs is not None:
+                self.fused_linear(x_TI, outs, slots, meta)
+                return outs
+        return super().projections(x_TI, weights_OI, biases_O, slots, meta)
+
+    def _rides(self, x_TI: torch.Tensor, weights_OI: Sequence[torch.Tensor], meta: LoraMetadata) -> bool:
+        return (
             meta.has_lora
-            and handle.blocks is not None
             and x_TI.shape[0] >= RIDE_ROWS
             and sum(weight.shape[0] for weight in weights_OI) >= RIDE_WIDTH
             and not self.batch_invariant
             and x_TI.dtype is not torch.float32
             and bulk_copies(x_TI, *weights_OI)
         )
-        if not rides or handle.blocks is None:
-            return super().projections(x_TI, weights_OI, biases_O, slots, meta)
-        scratch = scratch_of(handle, x_TI.dtype)
-        return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
 
     def embedding(self, ids_T: torch.Tensor, out_TH: torch.Tensor, slots: DenseSlots, meta: LoraMetadata) -> None:
         handle = self._handle(meta)

@@ -273,11 +273,14 @@ class Backend(ABC):
         biases_O: Sequence[torch.Tensor | None],
         slots: Sequence[DenseSlots],
         meta: LoraMetadata,
+        *,
+        rows_apart: bool = False,
     ) -> list[torch.Tensor]:
         """Returns W x (+ b) + B A x for several projections of one input, `[T, out]` each, in x's dtype.
 
         x_TI `[T, in]`, weights_OI `[out, in]`, biases_O `[out]`: one dtype. The delta joins the base product before or
-        after that is rounded: by the shape of the batch alone, never by its contents.
+        after that is rounded: by the shape of the batch alone, never by its contents. rows_apart: results may be
+        columns of one tensor, so that a row does not begin where the one before it ends.
         """
         from torch.nn import functional
 

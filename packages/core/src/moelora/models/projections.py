@@ -6,7 +6,8 @@ layer of a group that is called computes them all, and the others hand out what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +49,9 @@ class Projections:
         self._last: _Member | None = None
         self._learning = True
         self._ready: dict[_Member, torch.Tensor] = {}
+        self._spreads = False
+        self.rows_apart = False
+        """Whether the model reads outputs whose rows lie apart, as a single product of a group leaves them."""
 
     def add(self, module: torch.nn.Linear, target: Target, slots: DenseSlots) -> None:
         """Takes over the forward of `module`."""
@@ -64,11 +68,26 @@ class Projections:
         self._learning, self._input, self._last, self._before = False, None, None, torch.empty(0)
         for member in self._members:
             group = self._led_by(member)
-            if len(group) > 1 and member.weight.device.type != "cpu":
+            if len(group) > 1 and _joins(member.weight):
                 _join([one.weight for one in group])
                 biases = [one.bias for one in group if one.bias is not None]
                 if len(biases) == len(group):
                     _join(biases)
+
+    @property
+    def any_joined(self) -> bool:
+        """Whether the weights of some group lie behind one another."""
+        led = [self._led_by(member) for member in self._members]
+        return any(len(group) > 1 and _joins(group[0].weight) for group in led)
+
+    @contextmanager
+    def spreading(self) -> Iterator[None]:
+        """Within it all outputs have rows that lie apart, for a trial."""
+        self._spreads = True
+        try:
+            yield
+        finally:
+            self._spreads = False
 
     def _led_by(self, member: _Member) -> list[_Member]:
         """The layers that a call of `member` computes: its group if it is the first of it, else itself alone."""
@@ -95,7 +114,10 @@ class Projections:
             [one.bias for one in group],
             [one.slots for one in group],
             meta,
+            rows_apart=self.rows_apart,
         )
+        if self._spreads:
+            outs = [_spread(out) for out in outs]
         shaped = [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
         if len(group) > 1:
             self._input, self._context = x, context
@@ -137,6 +159,18 @@ def rows_of(target: Target, tensor: torch.Tensor) -> tuple[torch.Tensor, LoraMet
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype is other.dtype and one.device == other.device
+
+
+def _spread(out_TO: torch.Tensor) -> torch.Tensor:
+    """The same rows with gaps between them."""
+    wide = out_TO.new_zeros(out_TO.shape[0], 2 * out_TO.shape[1])
+    wide[:, : out_TO.shape[1]] = out_TO
+    return wide[:, : out_TO.shape[1]]
+
+
+def _joins(weight: torch.Tensor) -> bool:
+    """Whether there is a kernel that runs a group as one product."""
+    return weight.device.type != "cpu"
 
 
 def _join(parameters: Sequence[torch.Tensor]) -> None:

@@ -49,16 +49,27 @@ def rms_norm(
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else x
     if x.numel() == 0:
         return out, total
-    x_MW = x.reshape(-1, width)
-    residual_MW = residual.reshape(-1, width) if residual is not None else x_MW
-    rows, block_w = x_MW.shape[0], power_of_two(width)
-    x_MW, residual_MW = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MW, residual_MW))
+    x_GMW = _rows_in_groups(x)
+    residual_MW = residual.reshape(-1, width) if residual is not None else x.new_empty(0, width)
+    residual_MW = residual_MW if residual_MW.stride(1) == 1 else residual_MW.contiguous()
+    rows, block_w = x_GMW.shape[0] * x_GMW.shape[1], power_of_two(width)
     # Narrow rows (head norms) share a program, about 4,096 elements each: by width alone, so that bits stay the row's.
     block_m = max(1, min(32, 4096 // block_w))
     rms_norm_kernel[(-(-rows // block_m),)](
-        x_MW, residual_MW, weight_W if weight_W is not None else x_MW, out, total,
-        rows, width, eps, x_MW.stride(0), residual_MW.stride(0),
+        x_GMW, residual_MW, weight_W if weight_W is not None else x_GMW, out, total,
+        rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2], residual_MW.stride(0),
         RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
         BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
     )  # fmt: skip
     return out, total
+
+
+def _rows_in_groups(x: torch.Tensor) -> torch.Tensor:
+    """x as `[groups, rows, W]`, without a copy where its strides allow it: heads of tokens that lie apart are such."""
+    width = x.shape[-1]
+    inner = x.shape[-2] if x.dim() > 2 and not x.is_contiguous() else 1
+    try:
+        grouped = x.view(-1, inner, width)
+    except RuntimeError:
+        grouped = x.reshape(-1, 1, width)
+    return grouped if grouped.stride(2) == 1 or width == 1 else grouped.contiguous()

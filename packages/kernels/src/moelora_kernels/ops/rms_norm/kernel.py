@@ -13,16 +13,20 @@ import triton.language as tl
 @triton.jit
 def rms_norm_kernel(
     p_x, p_residual, p_weight, p_out, p_sum,
-    rows, W, eps, stride_x, stride_residual,
+    rows, W, eps, inner, stride_group, stride_x, stride_residual,
     RESIDUAL: tl.constexpr, VARIANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32."""
+    """`inner` rows of x, `stride_x` apart, make a group, and groups lie `stride_group` apart.
+
+    VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32.
+    """
     i_m = tl.program_id(0).to(tl.int64)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_w = tl.arange(0, BLOCK_W)
     m_w = o_w < W
     m_mw = (o_m < rows)[:, None] & m_w[None, :]
-    b_x = tl.load(p_x + o_m[:, None] * stride_x + o_w[None, :], mask=m_mw, other=0.0)
+    o_x = o_m // inner * stride_group + o_m % inner * stride_x
+    b_x = tl.load(p_x + o_x[:, None] + o_w[None, :], mask=m_mw, other=0.0)
     dtype = b_x.dtype
     o_out = o_m[:, None] * W + o_w[None, :]
     if RESIDUAL:
