@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, randn
 from moelora.errors import ConfigError
-from moelora_kernels.ops.top_k import naive_top_k, top_k
+from moelora_kernels.ops.top_k import naive_top_k, naive_top_k_softmax, top_k, top_k_softmax
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -29,6 +29,40 @@ def test_equals_naive(rows, width, k, dtype, few, seed):
     assert torch.equal(indices, want_indices)
     assert torch.equal(values, want_values)
     assert torch.equal(values, x.topk(k).values)
+
+
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 40),
+    width=st.integers(1, 70),
+    k=st.integers(1, 9),
+    given_in=st.sampled_from([torch.float32, torch.float16]),
+    wanted_in=st.sampled_from([torch.float32, torch.float16]),
+    normed=st.booleans(),
+    scale=st.sampled_from([1.0, 60.0]),
+    seed=st.integers(0, 99),
+)
+def test_softmax_equals_naive_and_torch(rows, width, k, given_in, wanted_in, normed, scale, seed):
+    x = (scale * randn(rows, 2 * width, seed=seed, device=DEVICES[0]))[:, :width].to(given_in)
+    k = min(k, width)
+    values, indices = top_k_softmax(x, k, normed=normed, dtype=wanted_in)
+    want_values, want_indices = naive_top_k_softmax(x, k, normed=normed, dtype=wanted_in)
+    assert torch.equal(indices, want_indices)
+    assert values.dtype == wanted_in
+    torch.testing.assert_close(values, want_values, rtol=2e-3 if wanted_in is torch.float16 else 2e-6, atol=1e-12)
+    own = torch.softmax(x, -1, dtype=torch.float32).topk(k, -1).values
+    own = own / own.sum(-1, keepdim=True) if normed else own
+    torch.testing.assert_close(values.float(), own, rtol=2e-3 if wanted_in is torch.float16 else 2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_has_the_same_bits_in_any_batch(device):
+    x = randn(700, 128, seed=1, device=device)
+    values, indices = top_k_softmax(x, 8, normed=True, dtype=torch.float32)
+    for rows in (1, 3, 90):
+        some_values, some_indices = top_k_softmax(x[:rows], 8, normed=True, dtype=torch.float32)
+        assert torch.equal(some_values, values[:rows])
+        assert torch.equal(some_indices, indices[:rows])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -13,7 +13,7 @@ from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.rms_norm import rms_norm
 from moelora_kernels.ops.rotary import rotary
 from moelora_kernels.ops.score_head import MAX_TOP_K, score_rows
-from moelora_kernels.ops.top_k import MAX_K, MAX_WIDTH, top_k
+from moelora_kernels.ops.top_k import MAX_K, MAX_WIDTH, top_k, top_k_softmax
 
 
 class TritonOps:
@@ -31,8 +31,14 @@ class TritonOps:
         return gated_activation(gate_PI, up_PI, kind=kind)
 
     def top_k(self, x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        fits = x_TE.shape[1] <= MAX_WIDTH and 1 <= k <= min(MAX_K, x_TE.shape[1]) and x_TE.dtype in FLOAT_DTYPES
-        return top_k(x_TE.contiguous(), k) if fits else None
+        return top_k(x_TE.contiguous(), k) if _has_top_k(x_TE, k) else None
+
+    def top_k_softmax(
+        self, logits_TE: torch.Tensor, k: int, *, normed: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if not _has_top_k(logits_TE, k) or dtype not in FLOAT_DTYPES:
+            return None
+        return top_k_softmax(logits_TE.contiguous(), k, normed=normed, dtype=dtype)
 
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         return invariant_gemm(x_MK.contiguous(), w_NK, bias_N)
@@ -69,3 +75,8 @@ class TritonOps:
             top_ids_MK=best.top_ids,
             top_logprobs_MK=best.top_logprobs,
         )
+
+
+def _has_top_k(x_TE: torch.Tensor, k: int) -> bool:
+    width = x_TE.shape[1]
+    return width <= MAX_WIDTH and 1 <= k <= min(MAX_K, width) and x_TE.dtype in FLOAT_DTYPES

@@ -189,6 +189,14 @@ class FusedOps(Protocol):
     def top_k(self, x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Values and int64 indices `[T, k]` of each row's largest, largest first; None for what it cannot do."""
 
+    def top_k_softmax(
+        self, logits_TE: torch.Tensor, k: int, *, normed: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The k largest of each row's softmax, taken in fp32, and their int64 indices, `[T, k]`, largest first.
+
+        normed: divided by their sum, in fp32. dtype: of the values. None for what it cannot do.
+        """
+
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias in one order of accumulation, whatever M is."""
 

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from moelora.backends.base import FusedOps
 from moelora.models.context import current_context, has_context
 from moelora.models.experts import activation_name
+from moelora.models.routers import looks_like_router, route, router_form
 from moelora.models.top_k import install_top_k
 from moelora.models.weak_methods import weakly
 
@@ -49,15 +51,18 @@ def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtyp
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
-    verdicts: dict[Any, str | None] = {}
+    verdicts: dict[Any, Any] = {}
+    routers: set[torch.nn.Module] = set()
     for module in model.modules():
         if _looks_like_rms_norm(module):
             _try_norm(module, ops, draw, verdicts, done)
         elif _looks_like_gated_mlp(module):
             _try_gated_mlp(module, ops, draw, verdicts, done)
+        elif looks_like_router(module) and _try_router(module, ops, draw, verdicts, done):
+            routers.add(module)
     for name in sorted({type(m).__module__ for m in model.modules()}):
         _try_rotary(name, ops, draw, done)
-    _try_top_k(model, ops, draw, done)
+    _try_top_k(model, routers, ops, draw, done)
     return done
 
 
@@ -74,14 +79,23 @@ def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((got - want).abs() <= units * torch.finfo(one.dtype).eps * scale).all())
 
 
-def _try_top_k(model: torch.nn.Module, ops: FusedOps, draw: Callable[..., torch.Tensor], done: Substitutes) -> None:
-    """Equal to torch's, index by index, where no two are equal; of equals torch leaves open which it takes."""
+def _try_top_k(
+    model: torch.nn.Module,
+    routers: set[torch.nn.Module],
+    ops: FusedOps,
+    draw: Callable[..., torch.Tensor],
+    done: Substitutes,
+) -> None:
+    """For all but `routers`, which have a kernel of their own.
+
+    Equal to torch's, index by index, where no two are equal; of equals torch leaves open which it takes.
+    """
     x, k = draw(_ROWS, 64).float(), 5
     x = x.argsort(-1).argsort(-1) * x.abs().amax(-1, keepdim=True)  # no two of a row are equal
     made, want = ops.top_k(x, k), x.topk(k)
     agrees = made is not None and torch.equal(made[0], want.values) and torch.equal(made[1], want.indices)
     if agrees:
-        done.used.update(f"top k {name}" for name in install_top_k(model, ops))
+        done.used.update(f"top k {name}" for name in install_top_k(model, ops, skip=routers))
     else:
         done.kept["top k"] += 1
 
@@ -173,6 +187,29 @@ def _try_gated_mlp(
         return
     module.forward = forward
     done.used[label] += 1
+
+
+def _try_router(
+    module: torch.nn.Module,
+    ops: FusedOps,
+    draw: Callable[..., torch.Tensor],
+    verdicts: dict[Any, Any],
+    done: Substitutes,
+) -> bool:
+    """True if the kernel took the router's place."""
+    label, weight = f"router {type(module).__name__}", module.get_parameter("weight")
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    key = (type(module), weight.shape, *sorted(settings.items()))
+    if key not in verdicts:
+        x = draw(_ROWS, weight.shape[1])
+        verdicts[key] = router_form(module, ops, x, _agree) if weight.dtype == x.dtype else None
+    form = verdicts[key]
+    if form is None:
+        done.kept[label] += 1
+        return False
+    module.forward = partial(route, weight, ops, form)
+    done.used[label] += 1
+    return True
 
 
 def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tensor], done: Substitutes) -> None:

@@ -9,7 +9,7 @@ which of the equals is taken decides what a token sees, and that is torch's to s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ _BEYOND = ("torch.", "transformers.generation.", "transformers.modeling_utils")
 """Modules of classes that are no part of an architecture: generation picks tokens, which is no router's work."""
 
 
-def install_top_k(model: torch.nn.Module, ops: FusedOps) -> list[str]:
+def install_top_k(model: torch.nn.Module, ops: FusedOps, skip: Collection[torch.nn.Module] = ()) -> list[str]:
     """Wraps every method of `model`'s routers that calls topk; returns the class of each module that has one."""
-    modules = _around_experts(model)
+    modules = [module for module in _around_experts(model) if module not in skip]
     methods = {cls: _methods(cls) for cls in {type(module) for module in modules}}
     for module in modules:
         for name in methods[type(module)]:

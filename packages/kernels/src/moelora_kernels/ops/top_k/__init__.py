@@ -6,14 +6,16 @@ import torch
 
 from moelora_kernels.launch import FLOAT_DTYPES, INT32_LIMIT, power_of_two, require, require_device, require_rows
 from moelora_kernels.ops.top_k.kernel import top_k_kernel
-from moelora_kernels.ops.top_k.naive import naive_top_k
+from moelora_kernels.ops.top_k.naive import naive_top_k, naive_top_k_softmax
 
-__all__ = ["MAX_K", "MAX_WIDTH", "naive_top_k", "top_k"]
+__all__ = ["MAX_K", "MAX_WIDTH", "naive_top_k", "naive_top_k_softmax", "top_k", "top_k_softmax"]
 
 MAX_WIDTH = 1024
 MAX_K = 32
 _BLOCK = 2048
-"""Elements of a program, about."""
+"""Elements of a program, at most."""
+_PROGRAMS = 264
+"""Programs that few rows are spread over, two for each multiprocessor of an H200."""
 
 
 def top_k(x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,21 +25,44 @@ def top_k(x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch's, whose order among equals is left open, a row's result depends on the row alone. One H200, 16,384 rows of
     128, k 8: torch takes 0.11 ms. Raises `ConfigError` for what has no kernel.
     """
+    return _run(x_TE, k, dtype=x_TE.dtype)
+
+
+def top_k_softmax(
+    logits_TE: torch.Tensor, k: int, *, normed: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row's softmax in `dtype`, and int64 indices: `top_k` of logits, whose order is the same.
+
+    The softmax is fp32, and rounded once. normed: the k of a row are divided by their sum before that.
+    """
+    return _run(logits_TE, k, dtype=dtype, softmax=True, normed=normed)
+
+
+def _run(
+    x_TE: torch.Tensor, k: int, *, dtype: torch.dtype, softmax: bool = False, normed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     require_device("top_k", x_TE)
     require_rows("top_k", "x", x_TE)
     rows, width = x_TE.shape
-    require(x_TE.dtype in FLOAT_DTYPES, f"top_k: dtype {x_TE.dtype} has no kernel", "bfloat16, float16 or float32")
+    require(
+        {x_TE.dtype, dtype} <= set(FLOAT_DTYPES),
+        f"top_k: {x_TE.dtype} into {dtype} has no kernel",
+        "bfloat16, float16 or float32",
+    )
     require(width <= MAX_WIDTH, f"top_k: rows of {width} elements, over {MAX_WIDTH}", "torch.topk")
     require(1 <= k <= min(MAX_K, width), f"top_k: k is {k}, for rows of {width} and at most {MAX_K}", "torch.topk")
     require(rows < INT32_LIMIT, f"top_k: {rows} rows", "fewer rows at once")
-    values = torch.empty((rows, k), dtype=x_TE.dtype, device=x_TE.device)
+    values = torch.empty((rows, k), dtype=dtype, device=x_TE.device)
     indices = torch.empty((rows, k), dtype=torch.int64, device=x_TE.device)
     if rows == 0:
         return values, indices
     block_e = power_of_two(width, least=2)
     block_t = max(1, _BLOCK // block_e)
+    while block_t > 4 and rows < _PROGRAMS * block_t:
+        block_t //= 2
     top_k_kernel[(-(-rows // block_t),)](
         x_TE, values, indices, rows, width, x_TE.stride(0),
-        K=k, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=power_of_two(k, least=2), num_warps=4,
+        K=k, SOFTMAX=softmax, NORMED=normed,
+        BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_K=power_of_two(k, least=2), num_warps=4,
     )  # fmt: skip
     return values, indices

@@ -15,9 +15,12 @@ _LOWEST = tl.constexpr(-(2**63))
 @triton.jit(do_not_specialize=["rows"])
 def top_k_kernel(
     p_x, p_value, p_index, rows, E, stride_x,
-    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, SOFTMAX: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Takes the largest element that is left, K times. Both results are `[T, K]`, contiguous, the index int64.
+
+    SOFTMAX: values are those of the row's softmax, in fp32; NORMED: divided by the sum of the K.
 
     An element's bits, made to ascend as it does, and its index, made to descend, are one integer: one maximum finds
     the largest and, among equals, the first.
@@ -39,6 +42,14 @@ def top_k_kernel(
         b_key = tl.where(b_key == b_first[:, None], _LOWEST, b_key)
     b_bits = (b_most >> 32).to(tl.int32)
     b_value = tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.float32, bitcast=True)
+    if SOFTMAX:
+        # The largest comes first.
+        b_max = tl.max(tl.where((o_k == 0)[None, :], b_value, float("-inf")), 1)  # [T]
+        b_total = tl.sum(tl.where(m_x, tl.exp(b_x - b_max[:, None]), 0.0), 1)
+        b_value = tl.div_rn(tl.exp(b_value - b_max[:, None]), b_total[:, None])
+        if NORMED:
+            b_sum = tl.sum(tl.where((o_k < K)[None, :], b_value, 0.0), 1)
+            b_value = tl.div_rn(b_value, b_sum[:, None])
     p_to = o_t.to(tl.int64)[:, None] * K + o_k[None, :]
     m_to = m_t[:, None] & (o_k < K)[None, :]
     tl.store(p_value + p_to, b_value.to(p_value.dtype.element_ty), mask=m_to)
