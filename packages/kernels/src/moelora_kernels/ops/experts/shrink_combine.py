@@ -61,7 +61,10 @@ def shrink(
     b_token = b_pair // K
     b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
-    b_x = b_token if GATHER else b_row
+    # Rows of the base, which come first, read what the tile's last row reads: one more trip to memory is saved for each.
+    last = first + rows - 1
+    i_last = tl.load(p_sorted + last) // K if GATHER else last
+    b_x = tl.where(b_row_slot < 0, i_last, b_token if GATHER else b_row)
     p_xt = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
     b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
     for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
