@@ -1,5 +1,6 @@
 """Adapted layers of one input are computed together; whoever breaks the pattern is computed alone, and right."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -156,7 +157,7 @@ class Viewer(Block):
 def test_rows_may_lie_apart_where_the_model_reads_them_so(kind, reads, joins):
     torch.manual_seed(0)
     block = kind()
-    projections, _ = install(block)
+    projections, slots = install(block)
     slot_T = torch.full((5,), -1, dtype=torch.int32)
 
     def forward(batch):
@@ -169,6 +170,9 @@ def test_rows_may_lie_apart_where_the_model_reads_them_so(kind, reads, joins):
         assert not projections.any_joined
         projections.finish()
         assert projections.any_joined
+        side_by_side = [block.a.weight, block.b.weight, slots["a"].a_LRI, slots["b"].a_LRI]
+        for one, other in pairwise(side_by_side):
+            assert one.data_ptr() + 4 * one.numel() == other.data_ptr()
         assert _reads_rows_apart(projections, base, runner, want) is reads
         assert not _reads_rows_apart(projections, base, runner, want * 1.1)
         torch.testing.assert_close(forward(None).hidden_TH, want)

@@ -238,6 +238,37 @@ def test_projections_of_few_rows_share_a_base_product(name, bucket, with_bias, m
             assert all(out.is_contiguous() for out in separate)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bucket", [None, 64])
+def test_factors_of_all_slots_behind_the_weights_of_few_rows(name, bucket, count, monkeypatch):
+    """A x for every slot comes out of the base product; a slot's columns reach its own rows alone."""
+    monkeypatch.setattr(tiled, "MOST_FACTORS", 100)
+    monkeypatch.setattr("moelora_kernels.ops.dense_lora.shrink_kernel", None)
+    monkeypatch.setattr("moelora_kernels.ops.dense_lora.shrink_narrow_kernel", None)
+    backend = make_backend(name)
+    widths, bank_ranks = (20, 9, 7)[:count], (20, 3, 17)
+    banks = [
+        make_bank([3, min(r, 20), 0], 24, n, seed=n, bank_rank=r, dtype=torch.float32, device=str(DEVICE))
+        for n, r in zip(widths, bank_ranks, strict=False)
+    ]
+    for bank in banks:
+        bank.a_LRI[2] = float("nan")  # a slot that no row of the batch has
+    weights = [torch.nn.Parameter(randn(n, 24, seed=n + 1, device=str(DEVICE))) for n in widths]
+    for lengths, slots in (([3, 17, 1, 2], [0, 1, -1, 0]), ([5], [-1]), ([9, 9], [1, 1])):
+        meta = backend.prepare_batch(make_batch(lengths, slots), phase=Phase.PREFILL, bucket=bucket)
+        meta = replace(meta, has_lora=True) if bucket else meta
+        x_TI = randn(meta.token_slot_T.shape[0], 24, seed=4, device=str(DEVICE))
+        with torch.no_grad():
+            _join([*weights, *(bank.a_LRI for bank in banks)])
+            outs = backend.projections(x_TI, weights, [None] * count, banks, meta, rows_apart=True)
+            columns = sum(widths) + (sum(3 * bank.a_LRI.shape[1] for bank in banks) if meta.has_lora else 0)
+            assert {out.stride() for out in outs} == {(columns, 1)}
+            for out, weight, bank in zip(outs, weights, banks, strict=True):
+                want = naive_lora_gemm(x_TI, weight, None, bank, meta.token_slot_T)
+                assert relative_error(out, want) < TOLERANCE[torch.float32]
+
+
 def test_projections_of_base_rows_are_the_base_product():
     backend = make_backend("triton")
     bank = make_bank([3], 24, 20, seed=1, dtype=torch.float32, device=str(DEVICE))

@@ -63,22 +63,21 @@ class Projections:
         """Ends learning after the first forward, and lays the weights of each group behind one another.
 
         On an accelerator alone: a kernel can then run a group as one product. Each weight stays a parameter of its
-        module, as a view.
+        module, as a view, and so do the factors A of the group's slots, which lie behind the weights.
         """
         self._learning, self._input, self._last, self._before = False, None, None, torch.empty(0)
-        for member in self._members:
-            group = self._led_by(member)
-            if len(group) > 1 and _joins(member.weight):
-                _join([one.weight for one in group])
+        for number, group in enumerate(self._groups):
+            if group[0].group == number and _joins(group[0].weight):  # not called again in another group
+                weights, factors = [one.weight for one in group], [one.slots.a_LRI for one in group]
+                _join([*weights, *factors] if all(_alike(weights[0], a) for a in factors) else weights)
                 biases = [one.bias for one in group if one.bias is not None]
                 if len(biases) == len(group):
                     _join(biases)
 
     @property
     def any_joined(self) -> bool:
-        """Whether the weights of some group lie behind one another."""
-        led = [self._led_by(member) for member in self._members]
-        return any(len(group) > 1 and _joins(group[0].weight) for group in led)
+        """Whether some weights lie behind one another."""
+        return not self._learning and any(_joins(member.weight) for member in self._members)
 
     @contextmanager
     def spreading(self) -> Iterator[None]:
@@ -173,9 +172,10 @@ def _joins(weight: torch.Tensor) -> bool:
     return weight.device.type != "cpu"
 
 
-def _join(parameters: Sequence[torch.Tensor]) -> None:
-    whole = torch.cat([parameter.data for parameter in parameters])
+def _join(tensors: Sequence[torch.Tensor]) -> None:
+    """Moves tensors of one width, or biases, into one storage, in their order."""
+    whole = torch.cat([tensor.data.flatten() for tensor in tensors])
     begin = 0
-    for parameter in parameters:
-        parameter.data = whole[begin : begin + parameter.shape[0]]
-        begin += parameter.shape[0]
+    for tensor in tensors:
+        tensor.data = whole[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()

@@ -35,6 +35,7 @@ __all__ = [
     "cut_tiles",
     "dense_lora",
     "embedding_lora",
+    "expand_every_slot",
     "fill_four",
     "make_tile_list",
     "naive_dense_lora",
@@ -211,12 +212,32 @@ def shrink(
     return y_TR
 
 
+def expand_every_slot(
+    y_TC: torch.Tensor, outs_TN: Sequence[torch.Tensor], slots: Sequence[DenseSlots], rows: RowTiles
+) -> None:
+    """out += B y in place where y has been made for every slot, whichever a row has: `[T, Σ L·R_i]`, x's dtype.
+
+    Projection by projection, slot by slot. At most `MAX_FUSED` projections; the rest as `dense_lora`.
+    """
+    require(len(outs_TN) <= MAX_FUSED, f"dense_lora: {len(outs_TN)} projections", f"at most {MAX_FUSED} at once")
+    for out_TN, one in zip(outs_TN, slots, strict=True):
+        _check_factors("dense_lora", y_TC.dtype, out_TN, one, rows)
+        require_rows("dense_lora", "y", y_TC)
+    assert y_TC.shape == (outs_TN[0].shape[0], sum(one.a_LRI.shape[0] * one.a_LRI.shape[1] for one in slots))
+    ranks = [one.a_LRI.shape[1] for one in slots]
+    if y_TC.numel() == 0 or rows.tiles.capacity == 0:
+        return
+    _expand(y_TC, outs_TN, slots, rows, pick_config(y_TC.dtype, rows.tile_rows, max(ranks)), every_slot=True)
+
+
 def _expand(
     y_TR: torch.Tensor,
     outs_TN: Sequence[torch.Tensor],
     slots: Sequence[DenseSlots],
     rows: RowTiles,
     config: DenseConfig,
+    *,
+    every_slot: bool = False,
 ) -> None:
     four, outs = fill_four(slots), fill_four(outs_TN)
     group, work = _column_groups([out.shape[1] for out in outs_TN], rows, config)
@@ -225,8 +246,8 @@ def _expand(
     expand_kernel[(programs(y_TR.device, work, config.expand_programs),)](
         y_TR, *(one.b_LOR for one in four), *outs, *(one.ranks_L for one in four),
         *(one.b_LOR.shape[2] for one in four), *(out.shape[1] for out in outs), *(out.stride(0) for out in outs),
-        *_column_ends(slots)[:3], *_tile_arguments(rows), y_TR.stride(0), group,
-        NUM=len(slots), GATHER=rows.perm_T is not None,
+        *_column_ends(slots, every_slot=every_slot)[:3], *_tile_arguments(rows), y_TR.stride(0), group,
+        NUM=len(slots), GATHER=rows.perm_T is not None, EVERY_SLOT=every_slot,
         ONE_BLOCK=max_rank <= config.expand_block_r, STAGES=config.expand_stages,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=config.expand_block_r,
         num_warps=config.expand_warps, **overlapping(y_TR.device, y_TR.shape[0]),
@@ -251,11 +272,11 @@ def _tile_arguments(rows: RowTiles) -> tuple[torch.Tensor, ...]:
     return tiles.count_1, tiles.start_C, tiles.rows_C, tiles.slot_C, perm
 
 
-def _column_ends(slots: Sequence[DenseSlots]) -> list[int]:
+def _column_ends(slots: Sequence[DenseSlots], *, every_slot: bool = False) -> list[int]:
     """Where each projection's columns of scratch end; the last end fills up the four."""
     ends, end = [], 0
     for one in slots:
-        end += padded_rank(one.a_LRI.shape[1])
+        end += one.a_LRI.shape[0] * one.a_LRI.shape[1] if every_slot else padded_rank(one.a_LRI.shape[1])
         ends.append(end)
     return fill_four(ends)
 

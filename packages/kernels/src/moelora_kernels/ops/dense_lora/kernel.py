@@ -197,18 +197,24 @@ def gather_kernel(
 @triton.jit
 def _expand_columns(
     p_y, p_b, p_out, rank, o_y, o_t, m_m, i_slot, i_first, i_last, R, N, stride_y, stride_out,
-    ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    EVERY_SLOT: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] += y[M, R] B[N, R]ᵀ for the blocks of columns [i_first, i_last) of one projection.
+
+    EVERY_SLOT: y has R columns for every slot, and its rows are those of the batch.
 
     ONE_BLOCK: the bank's ranks fit into one block. Then y stays in registers, and the loop over columns has no loop
     inside, so that the compiler fetches the next blocks of out and B while it works on this one.
     """
     o_r = tl.arange(0, BLOCK_R)
-    # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
-    written = tl.cdiv(rank, 16) * 16
-    p_y_m = p_y + o_y[:, None] * stride_y + o_r[None, :]
+    if EVERY_SLOT:
+        written = rank
+        p_y_m = p_y + o_t[:, None] * stride_y + i_slot * R + o_r[None, :]
+    else:
+        # Shrink writes whole groups of 16 ranks, and no more of them than the slot has.
+        written = tl.cdiv(rank, 16) * 16
+        p_y_m = p_y + o_y[:, None] * stride_y + o_r[None, :]
     p_b_r = p_b + i_slot * N * R + o_r[None, :]
     p_out_m = p_out + o_t[:, None] * stride_out
     if ONE_BLOCK:
@@ -250,8 +256,8 @@ def expand_kernel(
     o_y1, o_y2, o_y3,
     p_count, p_start, p_rows, p_slot, p_perm,
     stride_y, group,
-    NUM: tl.constexpr, GATHER: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    NUM: tl.constexpr, GATHER: tl.constexpr, EVERY_SLOT: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out += B y for up to four projections, in place. p_b*: [L, N*, R*].
 
@@ -279,7 +285,7 @@ def expand_kernel(
                 _expand_columns(
                     p_y, p_b0, p_out0, rank, o_y, o_t, m_m, i_slot,
                     i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N0, BLOCK_N)),
-                    R0, N0, stride_y, stride_out0, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                    R0, N0, stride_y, stride_out0, EVERY_SLOT, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
                 )  # fmt: skip
         if NUM > 1:
             i_g -= groups0
@@ -289,7 +295,7 @@ def expand_kernel(
                     _expand_columns(
                         p_y + o_y1, p_b1, p_out1, rank, o_y, o_t, m_m, i_slot,
                         i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N1, BLOCK_N)),
-                        R1, N1, stride_y, stride_out1, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                        R1, N1, stride_y, stride_out1, EVERY_SLOT, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
                     )  # fmt: skip
         if NUM > 2:
             i_g -= groups1
@@ -299,7 +305,7 @@ def expand_kernel(
                     _expand_columns(
                         p_y + o_y2, p_b2, p_out2, rank, o_y, o_t, m_m, i_slot,
                         i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N2, BLOCK_N)),
-                        R2, N2, stride_y, stride_out2, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                        R2, N2, stride_y, stride_out2, EVERY_SLOT, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
                     )  # fmt: skip
         if NUM > 3:
             i_g -= groups2
@@ -309,5 +315,5 @@ def expand_kernel(
                     _expand_columns(
                         p_y + o_y3, p_b3, p_out3, rank, o_y, o_t, m_m, i_slot,
                         i_g * group, tl.minimum((i_g + 1) * group, tl.cdiv(N3, BLOCK_N)),
-                        R3, N3, stride_y, stride_out3, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
+                        R3, N3, stride_y, stride_out3, EVERY_SLOT, ONE_BLOCK, STAGES, BLOCK_M, BLOCK_N, BLOCK_R,
                     )  # fmt: skip

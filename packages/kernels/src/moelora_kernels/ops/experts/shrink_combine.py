@@ -61,7 +61,7 @@ def shrink(
     b_token = b_pair // K
     b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
-    # Rows of the base, which come first, read what the tile's last row reads: one more trip to memory is saved for each.
+    # Rows of the base, which come first, read what the tile's last row reads: a trip to memory is saved for each.
     last = first + rows - 1
     i_last = tl.load(p_sorted + last) // K if GATHER else last
     b_x = tl.where(b_row_slot < 0, i_last, b_token if GATHER else b_row)

@@ -96,11 +96,10 @@ def joined_product(
 ) -> list[torch.Tensor] | None:
     """x Wᵀ (+ bias) of several projections by one product of torch's, `[T, N_i]` each, as columns of one result.
 
-    None for a single one, and unless the weights, and the biases if there are any, lie one behind the other.
+    None unless the weights, and the biases if there are any, lie one behind the other.
     """
     weight_NK, bias_N = joined(weights_NK), joined(biases_N)
-    missing = bias_N is None and any(bias is not None for bias in biases_N)
-    if len(weights_NK) < 2 or weight_NK is None or missing:
+    if weight_NK is None or (bias_N is None and any(bias is not None for bias in biases_N)):
         return None
     together = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     return list(together.split([weight.shape[0] for weight in weights_NK], dim=1))
