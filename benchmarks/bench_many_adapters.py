@@ -147,12 +147,18 @@ def main() -> None:
         (folder / "one").mkdir()
         (folder / "one" / names[0]).symlink_to(folder / "many" / names[0])
         say(f"writing {args.rows} rows, twice")
-        for runs, chosen, rows in (("first", names[:1], 16), ("one", names[:1], args.rows), ("many", names, args.rows)):
-            write_rows(folder / f"{runs}.jsonl", chosen, rows, args.longest, config["vocab_size"])
+        for run, chosen, rows in (
+            ("first-one", names[:1], 16),
+            ("first-many", names[: args.slots], 16),
+            ("one", names[:1], args.rows),
+            ("many", names, args.rows),
+        ):
+            write_rows(folder / f"{run}.jsonl", chosen, rows, args.longest, config["vocab_size"])
         options = ["--slots", str(args.slots), "--device", args.device, "--max-tokens", "8192"]
         options += ["--buckets", args.buckets]
-        say("a few rows first, which compiles kernels")
-        say(prefill(model, folder, "first", folder / "one", options).describe())
+        say("a few rows first, which compiles kernels: those for one slot, and those for several")
+        for run in ("one", "many"):
+            say(prefill(model, folder, f"first-{run}", folder / run, options).describe())
         say("all rows under one adapter")
         one = prefill(model, folder, "one", folder / "one", options)
         say(f"all rows under {args.adapters} adapters")

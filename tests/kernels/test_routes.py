@@ -6,7 +6,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from moelora.errors import ConfigError
-from moelora_kernels.ops import routes
 from moelora_kernels.ops.routes import RouteBuffers, build_routes, max_tiles, order_tokens, token_routes
 from moelora_kernels.ops.routes.naive import naive_order, naive_tiles
 
@@ -87,20 +86,6 @@ def test_512_experts_and_64_slots():
     ids_TK = torch.randint(0, 512, (70, 4), generator=g)
     slot_T = torch.randint(-1, 64, (70,), generator=g, dtype=torch.int32)
     check(ids_TK, slot_T, 512, 64, 16)
-
-
-def test_large_blocks_of_the_sort(monkeypatch):
-    monkeypatch.setattr(routes, "_MANY_ITEMS", 200)
-    g = torch.Generator().manual_seed(3)
-    for T in (90, 110, 400):
-        slot_T = torch.randint(-1, 5, (T,), generator=g, dtype=torch.int32)
-        check(torch.randint(0, 9, (T, 2), generator=g), slot_T, 9, 5, 16)
-
-
-def test_counts_have_room_for_every_number_of_items():
-    for most in (1, 63, 16383, 16384, 20000, 131072):
-        tried = {1, most, *range(max(1, most - 300), most), *range(16000, min(most, 16500))}
-        assert max(-(-count // routes._block(count)) for count in tried) <= routes._most_blocks(most)
 
 
 def test_no_pair_has_an_expert():
