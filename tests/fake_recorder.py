@@ -20,6 +20,9 @@ class FakeRecorder(Recorder):
     def __init__(self, device):
         pass
 
+    def forget(self):
+        """Nothing is kept."""
+
     def record(self, work):
         work()
         return FakeRecording(work)

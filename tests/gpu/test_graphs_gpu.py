@@ -237,6 +237,16 @@ def test_architectures_capture_and_equal_eager(model_type, mode, tmp_path):
     assert_replays(engine, mixed_requests(engine, 9, 60, shortest=50), mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_graphs_can_be_captured_anew(world, mode):
+    engine = make_engine(*world, mode=mode, backend="triton", max_tokens=512, buckets=(64, 512))
+    requests = mixed_requests(engine, 6, 300, seed=4)
+    before = values(engine.score(requests))
+    for _ in range(2):
+        engine._runner.capture()
+        assert values(engine.score(requests)) == before
+
+
 def test_a_capture_that_breaks_off_leaves_the_process_as_it_was():
     """In CUDA's own words: the memory of the capture is free again, random numbers flow, and others can capture."""
     device = torch.device("cuda")

@@ -85,7 +85,9 @@ class CapturedRunner(GraphRunner):
     def capture(self) -> None:
         """Captures all buckets, the largest first, so that smaller ones find room in the shared pool."""
         began = time.monotonic()
-        self._graphs.clear()  # captured before, with other kernels
+        if self._graphs:  # captured before, with other kernels
+            self._graphs.clear()
+            self._recorder.forget()
         before = _reserved(self._base.device)
         variants = [True, False] if self._has_adapters else [False]
         for number, bucket in enumerate(reversed(self.buckets), start=1):

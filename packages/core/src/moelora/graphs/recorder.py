@@ -33,6 +33,10 @@ class Recorder(ABC):
         """Records `work(pause)`; each `pause(eager)` ends a part, and `eager` runs there, now and at every replay."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """To be called when all recordings are gone, before others are made."""
+
+    @abstractmethod
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without keeping it alive: what eager work between parts may hold on to, and the result.
 
@@ -49,6 +53,10 @@ class CudaRecorder(Recorder):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+
+    def forget(self) -> None:
+        # torch drops a pool with its last graph, and fails on an assertion of its own when it is asked for it again.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Recording:
         return self.record_parts(lambda pause: work())
