@@ -17,9 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moelora_kernels.launch import hopper_or_later
 
 MIN_ROWS = 2048
-"""Rows of a batch from which on launches overlap. One H200, 48 layers: a graph that holds such launches starts 1.1 ms
-after its call instead of 0.02, and leaves 0.4 µs between any two kernels instead of 0.1. That is nothing beside a large
-batch, and 6 % of one of 512 tokens."""
+"""Rows of a batch from which on launches overlap. Below, it is all the same: at 512 rows of one H200 a shrink and an
+expand take 14 µs together either way."""
 
 
 def overlapping(device: torch.device, rows: int) -> dict[str, bool]:

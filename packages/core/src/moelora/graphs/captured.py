@@ -150,11 +150,8 @@ class CapturedRunner(GraphRunner):
             batch = self._synthetic(bucket)
             eager = EagerRunner(self._base, self._backend, self._phase, EagerReason.EAGER_FASTER)
             graph, _, live = self._ready(batch, bucket)
-            timing = BucketTiming(
-                bucket=bucket,
-                eager_s=_seconds(partial(eager.run, batch), self._base.device),
-                graph_s=_seconds(partial(graph.replay, live), self._base.device),
-            )
+            eager_s, graph_s = _seconds([partial(eager.run, batch), partial(graph.replay, live)], self._base.device)
+            timing = BucketTiming(bucket=bucket, eager_s=eager_s, graph_s=graph_s)
             self.timings.append(timing)
             if timing.eager_s < _EAGER_WINS * timing.graph_s:
                 self.eager_buckets[bucket] = 1
@@ -188,18 +185,18 @@ def _reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The median of a few runs after one that warms up."""
+def _seconds(works: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """The median of a few runs of each after one that warms up; in turn, for a device slows down as it heats."""
 
-    def once() -> float:
+    def once(work: Callable[[], object]) -> float:
         _synchronize(device)
         began = time.perf_counter()
         work()
         _synchronize(device)
         return time.perf_counter() - began
 
-    once()
-    return sorted(once() for _ in range(_TIMED_RUNS))[_TIMED_RUNS // 2]
+    rounds = [[once(work) for work in works] for _ in range(1 + _TIMED_RUNS)]
+    return [sorted(taken)[_TIMED_RUNS // 2] for taken in zip(*rounds[1:], strict=True)]
 
 
 def _synchronize(device: torch.device) -> None:
