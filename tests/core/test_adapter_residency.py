@@ -2,17 +2,21 @@
 
 import random
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
+from threading import RLock
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moelora import EngineOptions, PrefillEngine, Request
+from moelora.adapters import streams as streams_module
 from moelora.adapters.bank import AdapterBank, BankLayout
 from moelora.adapters.base import Adapter
 from moelora.adapters.host import HostAdapters, outline
 from moelora.adapters.residency import Residency
-from moelora.adapters.streams import InOrder, Streams
+from moelora.adapters.streams import CudaStreams, InOrder, Streams, pieces
 from moelora.batching.planner import BatchLimits, plan
 from moelora.batching.sequences import Sequence
 from moelora.batching.slots import look_ahead
@@ -196,6 +200,72 @@ def test_a_load_that_fails_leaves_no_adapter_behind_a_name():
     bank.clear(0)
     assert bank.residents == (None,)
     assert not any(t.any() for s in bank.slots.values() for t in (getattr(s, f) for f in s.__dataclass_fields__))
+
+
+# From ordinary memory onto a device.
+
+
+class LateDevice:
+    """Copies what it is told to as late as it may: when somebody waits for it, or at the end."""
+
+    def __init__(self):
+        self.queue, self.done, self.lock = [], 0, RLock()
+
+    def queue_copy(self, to, values):
+        with self.lock:
+            self.queue.append((to, values))
+
+    def record_event(self):
+        number = len(self.queue)
+        return SimpleNamespace(synchronize=lambda: self.run(number))
+
+    def run(self, number):
+        with self.lock:
+            for to, values in self.queue[self.done : number]:
+                to.as_subclass(torch.Tensor).copy_(values)
+            self.done = max(self.done, number)
+
+
+class OnDevice(torch.Tensor):
+    device_of_all: LateDevice
+
+    def copy_(self, values, non_blocking=False):
+        self.device_of_all.queue_copy(self, values)
+        return self
+
+
+@pytest.mark.parametrize("cores", [1, 3, 64])
+def test_what_is_not_page_locked_goes_through_buffers_that_are_not_filled_too_early(monkeypatch, cores):
+    device = OnDevice.device_of_all = LateDevice()
+    monkeypatch.setattr(streams_module, "_CHUNK", 512)
+    monkeypatch.setattr(streams_module, "cpu_count", lambda: cores)
+    monkeypatch.setattr(streams_module, "page_locked", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    streams = CudaStreams.__new__(CudaStreams)
+    streams._side = device
+    shapes = [(40, 3, 5), (7, 200), (1, 900), (5, 2), (64, 16), (3, 500, 1), (1000,)]
+    made = []
+    for shape in shapes * 5:
+        values = torch.randn(shape).to(random.choice((torch.bfloat16, torch.float32)))
+        room = torch.zeros(*shape[:-1], shape[-1] + random.choice((0, 4)), dtype=values.dtype)
+        made.append((room, values))
+    wide = torch.zeros(6, 3, 300), torch.randn(1, 3, 300)
+    transfers = [(room[..., : values.shape[-1]].as_subclass(OnDevice), values) for room, values in (*made, wide)]
+    streams.put(transfers)
+    assert len(device.queue) > len(transfers)
+    device.run(len(device.queue))
+    for room, values in (*made, wide):
+        assert torch.equal(room[..., : values.shape[-1]], values.expand_as(room[..., : values.shape[-1]]))
+        assert not room[..., values.shape[-1] :].any()
+
+
+def test_pieces_are_small_and_cover_everything():
+    values = torch.randn(10, 6)
+    cut = list(pieces(torch.zeros(10, 6), values, 50))
+    assert [len(some) for _, some in cut] == [2] * 5
+    assert torch.equal(torch.cat([some for _, some in cut]), values)
+    assert [len(some) for _, some in pieces(torch.zeros(10, 6), values, 5)] == [1] * 10
+    assert len(list(pieces(torch.zeros(10, 10, 6), values, 50))) == 1
 
 
 # The engine.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from moelora.adapters.base import Adapter, Catalogue, Factors, TargetKind
-from moelora.adapters.streams import Mark, Streams, streams_for
+from moelora.adapters.streams import Mark, Streams, Transfer, streams_for
 from moelora.backends.base import DenseSlots, ExpertSlots
 from moelora.errors import AdapterError
 
@@ -169,8 +169,10 @@ class AdapterBank:
         resident = self._residents[slot] = _Resident(read=before.read, written=before.written)
 
         def write() -> None:
+            transfers: list[Transfer] = []
             for name, slots in self.slots.items():
-                _write(slots, slot, factors.get(name))
+                transfers += _write(slots, slot, factors.get(name))
+            self._streams.put(transfers)
             resident.replacements = {n: w.to(self._device, non_blocking=True) for n, w in replacements.items()}
 
         resident.written = self._streams.copy(write, after=[before.read])
@@ -193,17 +195,15 @@ def _tensors(slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
     return (slots.a_LERI, slots.b_LEOR) if isinstance(slots, ExpertSlots) else (slots.a_LRI, slots.b_LOR)
 
 
-def _write(slots: Slots, slot: int, factors: Factors | None) -> None:
-    """Writes the whole slot: factors, those shared by all experts broadcast where the bank's are not, and zeros.
+def _write(slots: Slots, slot: int, factors: Factors | None) -> list[Transfer]:
+    """Zeroes what the factors leave of the slot, and says where they go; those shared by all experts are broadcast.
 
     None empties it: its rows then behave like base rows on this target.
     """
     a, b = _tensors(slots)
     rank = 0 if factors is None else factors.rank
-    if factors is not None:
-        a[slot, ..., :rank, :].copy_(factors.a, non_blocking=True)
-        b[slot, ..., :rank].copy_(factors.b, non_blocking=True)
     if rank < a.shape[-2]:
         a[slot, ..., rank:, :].zero_()
         b[slot, ..., rank:].zero_()
     slots.ranks_L[slot] = rank
+    return [] if factors is None else [(a[slot, ..., :rank, :], factors.a), (b[slot, ..., :rank], factors.b)]
