@@ -5,6 +5,7 @@ import json
 import math
 import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,25 @@ class TestRun:
         # Without adapters one run, with them two (base and mixed), at two ranks; two tasks, two workloads, two engines.
         assert len(keys) == (1 + 2 * 2) * 2 * 2 * 2
         assert report.layers == 2
+
+    def test_profiles_come_when_all_is_timed(self, monkeypatch):
+        """The profiler stays in the process, and slows what is timed behind it."""
+        done = []
+        monkeypatch.setattr("moelora.bench.run.measure", lambda *given, **how: done.append("timed"))
+        monkeypatch.setattr("moelora.bench.run.add_profile", lambda *given, **how: done.append("profiled"))
+        monkeypatch.setattr("moelora.bench.run._Bench._profiles", True)
+        bench = BenchOptions(
+            workloads=(WORKLOADS["W1"].scaled(prompts=0.04, tokens=0.04), WORKLOADS["W4"].scaled(tokens=0.1)),
+            adapters=(1,),
+            ranks=(2,),
+            graphs=(GraphMode.OFF,),
+            layers=1,
+        )
+        options = EngineOptions(device="cpu", max_tokens=128, load_format="dummy")
+        assert not run_bench(TINY, bench, options).notes
+        assert done == ["timed"] * 8 + ["profiled"] * 8
+        (note,) = run_bench(TINY, replace(bench, ranks=(2, 4)), options).notes
+        assert "--no-profile" in note
 
     def test_numbers_belong_together(self, report):
         for one in report.measurements:

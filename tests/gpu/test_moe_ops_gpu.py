@@ -12,6 +12,7 @@ from moelora_kernels.ops.experts import MoeBuffers, experts_lora
 from moelora_kernels.ops.experts.naive import naive_activation, naive_experts
 from moelora_kernels.ops.score_head import score_rows
 from moelora_kernels.ops.score_head.naive import naive_scores
+from moelora_kernels.ops.top_k import naive_top_k_softmax, top_k_softmax
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,6 +30,23 @@ RANKS = [16, 3, 8, 16, 0, 1, 16, 12]
 
 def randn(*shape, dtype=torch.bfloat16, scale=1.0):
     return torch.randn(*shape, device="cuda", dtype=dtype).mul_(scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("E", "k"), [(8, 2), (32, 4), (60, 4), (128, 8), (512, 10)])
+def test_a_router_s_row_has_the_same_bits_in_any_batch(E, k, dtype):
+    logits = 3 * randn(16384, E, dtype=dtype)
+    for wanted in (dtype, torch.float32):
+        values, indices = top_k_softmax(logits, k, normed=True, dtype=wanted)
+        expected, order = naive_top_k_softmax(logits, k, normed=True, dtype=wanted)
+        assert torch.equal(indices, order)
+        torch.testing.assert_close(values, expected, rtol=1e-2 if wanted is torch.bfloat16 else 1e-6, atol=1e-12)
+        for rows in (1, 2, 7, 63, 300, 1056, 5000):
+            for begin in (0, 1, 130):
+                some = slice(begin, begin + rows)
+                again, chosen = top_k_softmax(logits[some], k, normed=True, dtype=wanted)
+                assert torch.equal(again, values[some])
+                assert torch.equal(chosen, indices[some])
 
 
 def make_base(E, H, width, kind, dtype):

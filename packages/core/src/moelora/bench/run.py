@@ -19,7 +19,7 @@ from moelora.batching.planner import BatchLimits
 from moelora.bench.ceilings import measure_ceilings
 from moelora.bench.dummy_adapters import dummy_adapters
 from moelora.bench.floor import decoder_shape
-from moelora.bench.measure import Setting, Timing, batches_of, measure, measure_peer
+from moelora.bench.measure import Setting, Timing, add_profile, batches_of, measure, measure_peer
 from moelora.bench.peer import NAME as PEER
 from moelora.bench.peer import TransformersPeer
 from moelora.bench.report import OWN, BenchReport, Setup
@@ -142,6 +142,13 @@ class _Bench:
             versions={name: found for name, found in versions(_REPORTED).items() if found is not None},
             ceilings=measure_ceilings(self._device, self._dtype),
         )
+        settings = self._adapter_settings()
+        engines = len(settings) * (len(self._bench.backends) * len(self._bench.graphs) + bool(self._bench.peer))
+        if self._profiles and engines > 1:
+            report.notes.append(
+                "the profiler stays in the process: engines behind the first start graphs up to 1 ms late; "
+                "--no-profile compares short requests without it"
+            )
         for backend in self._bench.backends:
             for graph in self._bench.graphs:
                 for count, rank in self._adapter_settings():
@@ -197,9 +204,21 @@ class _Bench:
             rank=rank,
             beyond_bytes=setup.weight_bytes + setup.slot_bytes + pool_bytes,
         )
-        for workload, task, mixed in self._cases(count):
+        timed = []
+        for workload, task, mixed in self._cases("timing", count):
             timing = self._timing(report, limits)
-            report.measurements.append(measure(engine, setting, workload, task, mixed=mixed, timing=timing))
+            timed.append(measure(engine, setting, workload, task, mixed=mixed, timing=timing))
+        if self._profiles:
+            cases = self._cases("looking into", count)
+            timed = [
+                add_profile(one, engine, setting, workload, task, mixed=mixed)
+                for one, (workload, task, mixed) in zip(timed, cases, strict=True)
+            ]
+        report.measurements += timed
+
+    @property
+    def _profiles(self) -> bool:
+        return self._bench.profile and self._device.type == "cuda"
 
     def _time_peer(self, report: BenchReport, count: int, rank: int) -> None:
         self._say(f"loading transformers{' with PEFT' if count else ''}")
@@ -234,24 +253,26 @@ class _Bench:
         )
         limits = self._limits(self._options, {})
         vocab = int(self._source.config.get_text_config().vocab_size)
-        for workload, task, mixed in self._cases(count):
+        for workload, task, mixed in self._cases("timing", count):
             one = measure_peer(
                 peer, setting, workload, task, mixed=mixed, timing=self._timing(report, limits), vocab=vocab
             )
             report.measurements.append(one)
 
-    def _cases(self, count: int) -> Iterator[tuple[Workload, Task, bool]]:
-        """What is timed on each engine: workload, task, and whether under its adapters or the base alone."""
+    def _cases(self, doing: str, count: int) -> Iterator[tuple[Workload, Task, bool]]:
+        """What is timed on each engine: workload, task, and whether under its adapters or the base alone.
+
+        doing: in the words that say so.
+        """
         for workload in self._bench.workloads:
             for task in self._bench.tasks:
                 for mixed in (False, True) if count else (False,):
-                    self._say(f"timing {workload.name}, {task}, {'adapters' if mixed else 'base'}")
+                    self._say(f"{doing} {workload.name}, {task}, {'adapters' if mixed else 'base'}")
                     yield workload, task, mixed
 
     def _timing(self, report: BenchReport, limits: BatchLimits) -> Timing:
         return Timing(
             repeat=self._bench.repeat,
-            profile=self._bench.profile,
             device=self._device,
             limits=limits,
             shape=self._shape,

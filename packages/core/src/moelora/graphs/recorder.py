@@ -111,6 +111,7 @@ class CudaRecorder(Recorder):
                 other.capture_begin(capture_error_mode="thread_local")  # in a pool of its own
                 nothing.zero_()
                 other.capture_end()
+            self.forget()  # should the allocator none the less hold the pool for its own, the next capture has another
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         # What lies on the host, or has no elements, is no memory of a graph.

@@ -12,10 +12,9 @@ __all__ = ["MAX_K", "MAX_WIDTH", "naive_top_k", "naive_top_k_softmax", "top_k", 
 
 MAX_WIDTH = 1024
 MAX_K = 32
-_BLOCK = 2048
-"""Elements of a program, at most."""
-_PROGRAMS = 264
-"""Programs that few rows are spread over, two for each multiprocessor of an H200."""
+_BLOCK = 512
+"""Elements of a program. By the width alone: how threads share a row, and so the order of its sum, follows from the
+shape of a program."""
 
 
 def top_k(x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +57,6 @@ def _run(
         return values, indices
     block_e = power_of_two(width, least=2)
     block_t = max(1, _BLOCK // block_e)
-    while block_t > 4 and rows < _PROGRAMS * block_t:
-        block_t //= 2
     top_k_kernel[(-(-rows // block_t),)](
         x_TE, values, indices, rows, width, x_TE.stride(0),
         K=k, SOFTMAX=softmax, NORMED=normed,
