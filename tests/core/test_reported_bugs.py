@@ -246,7 +246,7 @@ def test_an_engine_uses_no_rotary_function_of_another_and_plain_models_none(worl
     reference = make_engine(world, names=["r8"], backend="torch", max_tokens=16)
     calls = []
     original = substitutes._rotate
-    monkeypatch.setattr(substitutes, "_rotate", lambda *given: calls.append(1) or original(*given))
+    monkeypatch.setattr(substitutes, "_rotate", lambda *given, **how: calls.append(1) or original(*given, **how))
     (one,) = reference.score([Request(token_ids=ids, adapter="r8")])
     assert torch.equal(reference_logprobs(plain, ids), want)
     assert not calls

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, Guarded, randn, relative_error
 from moelora.errors import ConfigError
+from moelora.models.substitutes import _rotate, _times_of_angles
+from moelora_kernels.fused import TritonOps
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 
 
@@ -88,3 +90,21 @@ def test_refusals():
         rotary(q.half(), k.half(), cos, sin)
     with pytest.raises(ConfigError, match="6 pairs in heads of 8"):
         rotary(q[..., :8], k[..., :8], cos, sin)
+
+
+@pytest.mark.parametrize(("module", "times"), [("qwen3_moe", 2), ("mixtral", 2), ("gpt_oss", 1), ("glm4", 0)])
+def test_functions_of_transformers_whose_place_the_kernel_takes(module, times):
+    """By how often an angle stands in cos and sin; 0: the function pairs elements otherwise, and stays."""
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+
+    def draw(*shape):
+        return randn(*shape, seed=sum(shape), device=DEVICES[0])
+
+    with torch.inference_mode():
+        assert _times_of_angles(modeling.apply_rotary_pos_emb, TritonOps(), draw) == times
+        if times:
+            q, k, half = draw(1, 4, 5, 12), draw(1, 2, 5, 12), draw(1, 5, 6)
+            cos, sin = torch.cat([half] * times, -1), torch.cat([half.cos()] * times, -1)
+            want = modeling.apply_rotary_pos_emb(q, k, cos, sin)
+            for one, other in zip(_rotate(TritonOps(), q, k, cos, sin, times=times), want, strict=True):
+                torch.testing.assert_close(one, other)

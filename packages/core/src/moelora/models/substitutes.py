@@ -222,43 +222,53 @@ def _try_rotary(module_name: str, ops: FusedOps, draw: Callable[..., torch.Tenso
     original = getattr(namespace, _ROTARY, None)
     if original is None:
         return
-    # What the comparisons of earlier engines gave, by dtype and kind of device.
-    agreed: dict[tuple[torch.dtype, str], bool] = getattr(original, _AGREED, {})
+    # What the comparisons of earlier engines gave, by dtype and kind of device: how often each angle stands, 0 for a
+    # function that no kernel replaces.
+    agreed: dict[tuple[torch.dtype, str], int] = getattr(original, _AGREED, {})
     original = getattr(original, _ORIGINAL, original)
     label = f"rotary {module_name.rsplit('.', 1)[-1]}"
-    heads, width = 3, 16
-    q, k = draw(1, heads, _ROWS, width), draw(1, 1, _ROWS, width)
-    half = draw(1, _ROWS, width // 2).clamp(-1, 1)
-    cos = torch.cat([half, half], dim=-1)
-    sin = torch.cat([half.roll(1, dims=1), half.roll(1, dims=1)], dim=-1)
 
     def substitute(*args: Any, **kwargs: Any) -> Any:
         own_ops = current_context().backend.fused_ops if has_context() else None
         if own_ops is None or kwargs or len(args) != 4 or args[0].ndim != 4 or args[0].shape[0] != 1:
             return original(*args, **kwargs)
         several_dtypes = any(x.dtype is not args[0].dtype for x in args)
-        if several_dtypes or not agreed.get((args[0].dtype, args[0].device.type), False):
+        times = agreed.get((args[0].dtype, args[0].device.type), 0)
+        if several_dtypes or not times:
             return original(*args, **kwargs)
         if args[0].stride(-1) != 1 or args[1].stride(-1) != 1:  # no kernel reads heads that are not contiguous
             return original(*args, **kwargs)
-        return _rotate(own_ops, *args)
+        return _rotate(own_ops, *args, times=times)
 
     setattr(substitute, _ORIGINAL, original)
     setattr(substitute, _AGREED, agreed)
-    try:
-        agrees = all(_agree(a, b) for a, b in zip(_rotate(ops, q, k, cos, sin), original(q, k, cos, sin), strict=True))
-    except (TypeError, RuntimeError, AssertionError):
-        agrees = False
-    agreed[q.dtype, q.device.type] = agrees
+    q = draw(1, 1, 1, 1)
+    times = agreed[q.dtype, q.device.type] = _times_of_angles(original, ops, draw)
     setattr(namespace, _ROTARY, substitute if any(agreed.values()) else original)
-    (done.used if agrees else done.kept)[label] += 1
+    (done.used if times else done.kept)[label] += 1
+
+
+def _times_of_angles(original: Callable[..., Any], ops: FusedOps, draw: Callable[..., torch.Tensor]) -> int:
+    """How often each angle stands in the cos and sin of a rotary function: 2, 1 (gpt-oss), 0 if the kernel differs."""
+    heads, width = 3, 16
+    q, k = draw(1, heads, _ROWS, width), draw(1, 1, _ROWS, width)
+    half = draw(1, _ROWS, width // 2).clamp(-1, 1)
+    for times in (2, 1):
+        cos, sin = torch.cat([half] * times, dim=-1), torch.cat([half.roll(1, dims=1)] * times, dim=-1)
+        try:
+            own, made = original(q, k, cos, sin), _rotate(ops, q, k, cos, sin, times=times)
+            if all(_agree(one, other) for one, other in zip(made, own, strict=True)):
+                return times
+        except (TypeError, RuntimeError, AssertionError):
+            continue
+    return 0
 
 
 def _rotate(
-    ops: FusedOps, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ops: FusedOps, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, times: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q `[1, Hq, T, D]`, k `[1, Hk, T, D]`, cos and sin `[1, T, D']` with both halves alike."""
-    pairs = cos.shape[-1] // 2
+    """q `[1, Hq, T, D]`, k `[1, Hk, T, D]`, cos and sin `[1, T, times · pairs]`: all angles, or all of them twice."""
+    pairs = cos.shape[-1] // times
     q_THD, k_THD = ops.rotary(
         q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0, :, :pairs].to(q.dtype), sin[0, :, :pairs].to(q.dtype)
     )
