@@ -340,3 +340,9 @@ def test_what_the_models_code_raises_is_said_with_architecture_and_dtype(world, 
         make_engine(world, dtype="bfloat16")
     if expected is CheckpointError:
         assert str(raised.value) == f"moelora cannot run qwen3_moe in bfloat16 ({type(fault).__name__}: {fault})"
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, None, "cpu"])
+def test_options_of_another_type_are_refused_by_name(options):
+    with pytest.raises(ConfigError, match=f"must be EngineOptions, got {type(options).__name__}"):
+        PrefillEngine("nowhere", options=options)

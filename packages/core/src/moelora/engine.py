@@ -70,6 +70,8 @@ class PrefillEngine:
         options: EngineOptions = EngineOptions(),
         on_event: Callable[[str], None] | None = None,
     ) -> None:
+        if not isinstance(options, EngineOptions):
+            raise ConfigError(f"options must be EngineOptions, got {type(options).__name__}")
         modules = len(sys.modules)
         say = self._say = on_event or (lambda text: None)
         self.options = options

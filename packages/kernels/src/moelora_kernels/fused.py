@@ -63,17 +63,20 @@ class TritonOps:
             softcap=head.softcap,
         )
         scores = score(hidden_NH, targets_N=targets_N, row_slot_N=row_slot_N)
+        top_ids_MK = torch.empty(0, top_k, dtype=torch.int64, device=hidden_NH.device)
+        top_logprobs_MK = top_ids_MK.float()
         # Few rows have no target, and looking for the k best costs as much again as all else.
-        open_M = open_M if top_k else open_M[:0]
-        best = score(hidden_NH[open_M], targets_N=targets_N[open_M], row_slot_N=row_slot_N[open_M], top_k=top_k)
+        if top_k and open_M.shape[0]:
+            best = score(hidden_NH[open_M], targets_N=targets_N[open_M], row_slot_N=row_slot_N[open_M], top_k=top_k)
+            top_ids_MK, top_logprobs_MK = best.top_ids, best.top_logprobs
         return RowScores(
             target_logprob_N=scores.target_logprob,
             # Equal log-probabilities come from equal logits: both are logit - lse of one row.
             is_greedy_N=scores.target_logprob == scores.argmax_logprob,
             best_id_N=scores.argmax_id,
             best_logprob_N=scores.argmax_logprob,
-            top_ids_MK=best.top_ids,
-            top_logprobs_MK=best.top_logprobs,
+            top_ids_MK=top_ids_MK,
+            top_logprobs_MK=top_logprobs_MK,
         )
 
 
