@@ -133,6 +133,15 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path, name, budget):
             host.take(name)
 
 
+def test_a_file_that_changes_beside_a_link_to_nowhere_is_refused(tmp_path):
+    disk = Disk(tmp_path)
+    (tmp_path / "a1" / "link.json").symlink_to("nowhere")
+    host = HostAdapters(disk.paths, disk.load, disk.check, budget=0)
+    (tmp_path / "a1" / "adapter_config.json").write_text("{ }")
+    with pytest.raises(AdapterError, match="a1: changed while the run was under way"):
+        host.take("a1")
+
+
 @pytest.mark.parametrize("changing", ["a2", "a4"], ids=["read", "checked"])
 def test_a_file_that_changes_while_it_is_first_looked_at_is_refused(tmp_path, changing):
     """Its configuration may be of the old adapter and its tensors of the new one."""

@@ -363,6 +363,29 @@ def test_the_fingerprint_sees_content(tmp_path):
     assert changed(before, {**before, "version torch": "1.0"})[0].startswith("version torch (")
 
 
+def test_the_fingerprint_is_of_files_whatever_lies_beside_them(tmp_path):
+    """Folders, links that lead nowhere, and pipes have the names of files; a name may be no UTF-8."""
+    model, adapter, source = tmp_path / "model", tmp_path / "adapter", tmp_path / "in.jsonl"
+    source.write_text("{}")
+
+    def now():
+        return run_fingerprint(model=model, adapters={"A": adapter}, input_file=source, options={})
+
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "x.safetensors").write_bytes(bytes(1000))
+    before = now()
+    for folder in (model, adapter):
+        (folder / "folder.safetensors").mkdir()
+        (folder / "nowhere.safetensors").symlink_to("gone")
+        os.mkfifo(folder / "pipe.safetensors")
+    (adapter / "circle.json").symlink_to("circle.json")
+    assert changed(before, now()) == []
+    for folder in (model, adapter):
+        Path(os.fsdecode(os.fsencode(folder) + b"/\xff.safetensors")).write_bytes(b"x")
+    assert changed(before, now()) == ["adapter A", "model"]
+
+
 @pytest.mark.parametrize("block", [7, 64])
 def test_the_fingerprint_sees_every_byte_of_an_adapter_and_where_it_is(tmp_path, monkeypatch, block):
     monkeypatch.setattr("moelora.jobs.fingerprint._PART", 64)

@@ -29,6 +29,9 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 INDEX_NAME = "adapter_model.safetensors.index.json"
 PICKLE_NAME = "adapter_model.bin"
 
+_READ = (".json", ".safetensors")
+"""Endings of what an adapter is read from. A training run may still write its log beside them."""
+
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNDOTTED = ("..", "/", "\\")
 
@@ -40,6 +43,15 @@ def check_folder(path: Path) -> None:
     if path.exists():
         raise AdapterError(f"{path}: is a file; give the adapter's folder, {path.parent}")
     raise AdapterError(f"{path}: no such folder")
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """The files of a folder that an adapter may be read from, sorted.
+
+    Links that lead nowhere, folders of such names, and pipes, which would be waited for, are none. Raises OSError if
+    the folder cannot be read.
+    """
+    return sorted(path for path in folder.iterdir() if path.suffix in _READ and path.is_file())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 
 from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.base import Adapter, Factors
+from moelora.adapters.files import adapter_files
 from moelora.errors import AdapterError
 
 _CHECKERS = 8
@@ -19,9 +20,6 @@ _CHECKERS = 8
 
 READ_AT_START = 4
 """Adapters that are read at the start: as many are needed soon, and so few are sooner read once than checked first."""
-
-_READ = (".json", ".safetensors")
-"""Endings of what an adapter is read from. A training run may still write its log beside them."""
 
 READ_AHEAD = 2
 """Adapters that are read, or wait to be copied, beside those that lie in host memory."""
@@ -216,7 +214,6 @@ def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor
 def _stamp(folder: Path) -> object:
     """Changes whenever a file that an adapter is read from is written anew; None where the folder cannot be read."""
     try:
-        files = [p for p in folder.iterdir() if p.suffix in _READ]
-        return sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files)
+        return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in adapter_files(folder)]
     except OSError:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import moelora
+from moelora.adapters.files import adapter_files
 from moelora.versions import versions
 
 _BLOCK = 1 << 20
@@ -65,14 +67,13 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _begin_parts(folder: Path, readers: ThreadPoolExecutor) -> list[Future[bytes]]:
     """Digests of all parts of an adapter's files, in their order."""
-    files = sorted(p for p in folder.glob("*") if p.suffix in {".json", ".safetensors"} and p.exists())
-    places = [(path, begin) for path in files for begin in range(0, max(path.stat().st_size, 1), _PART)]
+    places = [(path, begin) for path in adapter_files(folder) for begin in range(0, max(path.stat().st_size, 1), _PART)]
     return [readers.submit(_part_digest, path, begin) for path, begin in places]
 
 
 def _part_digest(path: Path, begin: int) -> bytes:
     """Of at most `_PART` bytes of a file and of where they are."""
-    digest = hashlib.sha256(f"{begin} {path.name}".encode())
+    digest = hashlib.sha256(b"%d %b" % (begin, os.fsencode(path.name)))
     # Read into the same memory again and again: fresh memory for every block would take as long as the digest.
     room = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
@@ -86,8 +87,8 @@ def _part_digest(path: Path, begin: int) -> bytes:
 
 def _model_digest(folder: Path) -> str:
     config = [folder / "config.json", folder / "model.safetensors.index.json"]
-    weights = sorted(folder.glob("*.safetensors"))
-    described = [f"{p.name} {p.stat().st_size}".encode() for p in weights]
+    weights = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
+    described = [b"%b %d" % (os.fsencode(p.name), p.stat().st_size) for p in weights]
     return _digest(chain(_contents(config), described, *map(_samples, weights)))
 
 
