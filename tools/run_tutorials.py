@@ -41,7 +41,7 @@ def run(source: Path) -> str:
         client = NotebookClient(notebook, timeout=CELL_SECONDS, resources={"metadata": {"path": folder}}, config=config)
         client.execute()
         images = PAGES / source.stem
-        for kept in Path(folder).glob("*.html"):  # reports, which pages link to
+        for kept in Path(folder, "tutorial-output").glob("*.html"):  # reports, which pages link to
             images.mkdir(parents=True, exist_ok=True)
             shutil.copy(kept, images)
     parts = [_part(cell, number, images) for number, cell in enumerate(notebook.cells)]

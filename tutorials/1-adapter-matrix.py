@@ -13,6 +13,7 @@
 import json
 from pathlib import Path
 
+Path("tutorial-output").mkdir(exist_ok=True)
 rows = [json.loads(line) for line in Path("examples/tiny-moe/heldout.jsonl").open(encoding="utf-8")]
 print(len(rows), "rows; the first:")
 print(json.dumps(rows[0], indent=2, ensure_ascii=False)[:330], "…")
@@ -26,8 +27,8 @@ print(json.dumps(rows[0], indent=2, ensure_ascii=False)[:330], "…")
 # %% language="bash"
 # moelora prefill examples/tiny-moe \
 #     --adapters examples/tiny-moe/adapters --with-base \
-#     --input examples/tiny-moe/heldout.jsonl --output scores.jsonl \
-#     --report report.html
+#     --input examples/tiny-moe/heldout.jsonl --output tutorial-output/scores.jsonl \
+#     --overwrite --report tutorial-output/report.html
 
 # %% [markdown]
 # [`report.html`](1-adapter-matrix/report.html) is a page about the run: throughput over time, batches, padding, and the
@@ -35,7 +36,7 @@ print(json.dumps(rows[0], indent=2, ensure_ascii=False)[:330], "…")
 # rows, in the order of the input.
 
 # %%
-scores = [json.loads(line) for line in Path("scores.jsonl").open(encoding="utf-8")]
+scores = [json.loads(line) for line in Path("tutorial-output/scores.jsonl").open(encoding="utf-8")]
 for row in scores[:5]:
     print(f"{row['id']:<10} {row['adapter']:<10} {row['num_tokens']:>4} tokens {row['logprob_sum']:>9.2f} nats")
 assert not any(row["error"] for row in scores)

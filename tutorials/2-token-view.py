@@ -19,13 +19,14 @@ texts = {
     "spanish": "Y dijo Jehová á Moisés: Habla á los hijos de Israel, y diles: Yo soy Jehová vuestro Dios.",
     "glossary": "ladder (noun): two parallel members connected by rungs; used for climbing up or down",
 }
-with open("rows.jsonl", "w", encoding="utf-8") as file:
+Path("tutorial-output").mkdir(exist_ok=True)
+with open("tutorial-output/rows.jsonl", "w", encoding="utf-8") as file:
     for kind, text in texts.items():
         file.write(json.dumps({"id": kind, "prompt": text, "adapter": ["__base__", kind]}) + "\n")
 
 # %% language="bash"
 # moelora prefill examples/tiny-moe --adapters examples/tiny-moe/adapters \
-#     --input rows.jsonl --output scores.jsonl --logprobs tokens
+#     --input tutorial-output/rows.jsonl --output tutorial-output/scores.jsonl --overwrite --logprobs tokens
 
 # %% [markdown]
 # ## Colour each token by what the adapter changes
@@ -40,7 +41,9 @@ from IPython.display import HTML
 from tokenizers import Tokenizer
 
 tokenizer = Tokenizer.from_file("examples/tiny-moe/tokenizer.json")
-scores = {(r["id"], r["adapter"]): r for r in map(json.loads, Path("scores.jsonl").open(encoding="utf-8"))}
+scores = {
+    (r["id"], r["adapter"]): r for r in map(json.loads, Path("tutorial-output/scores.jsonl").open(encoding="utf-8"))
+}
 
 
 def pieces(token_ids: list[int]) -> list[str]:

@@ -11,6 +11,7 @@
 import json
 from pathlib import Path
 
+Path("tutorial-output").mkdir(exist_ok=True)
 question = json.loads(Path("examples/tiny-moe/choices.jsonl").read_text(encoding="utf-8").splitlines()[3])
 print("context: …" + " ".join(question["prompt"][-120:].split()))
 for number, choice in enumerate(question["choices"]):
@@ -22,10 +23,10 @@ for number, choice in enumerate(question["choices"]):
 
 # %% language="bash"
 # moelora prefill examples/tiny-moe --adapters examples/tiny-moe/adapters --with-base \
-#     --input examples/tiny-moe/choices.jsonl --output answers.jsonl
+#     --input examples/tiny-moe/choices.jsonl --output tutorial-output/answers.jsonl --overwrite
 
 # %%
-answers = [json.loads(line) for line in Path("answers.jsonl").open(encoding="utf-8")]
+answers = [json.loads(line) for line in Path("tutorial-output/answers.jsonl").open(encoding="utf-8")]
 print(json.dumps(answers[0]["choices"][0], indent=2, ensure_ascii=False))
 
 # %% [markdown]

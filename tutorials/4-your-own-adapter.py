@@ -65,7 +65,7 @@ for _ in range(45):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-model.save_pretrained("adapters/buildlog")
+model.save_pretrained("tutorial-output/adapters/buildlog")
 print(f"loss {losses[0]:.2f} → {losses[-1]:.2f} nats per token in {len(losses)} steps")
 
 # %% alt="Training loss by step"
@@ -84,7 +84,7 @@ plt.show()
 # that. An adapter that does not load is refused with the reason, and the exit code is 2.
 
 # %% language="bash"
-# moelora inspect adapters/buildlog --model examples/tiny-moe
+# moelora inspect tutorial-output/adapters/buildlog --model examples/tiny-moe
 
 # %% [markdown]
 # ## Verify
@@ -99,12 +99,13 @@ from pathlib import Path
 rows = [{"id": f"log-{n}", "prompt": text, "metadata": {"kind": "buildlog"}} for n, text in enumerate(heldout)]
 others = [json.loads(line) for line in Path("examples/tiny-moe/heldout.jsonl").open(encoding="utf-8")]
 rows += others[::8]
-with open("rows.jsonl", "w", encoding="utf-8") as file:
+with open("tutorial-output/rows.jsonl", "w", encoding="utf-8") as file:
     file.writelines(json.dumps(row) + "\n" for row in rows)
 print(len(rows), "rows")
 
 # %% language="bash"
-# moelora verify examples/tiny-moe --adapters adapters --input rows.jsonl --sample 4 --quiet
+# moelora verify examples/tiny-moe --adapters tutorial-output/adapters \
+#     --input tutorial-output/rows.jsonl --sample 4 --quiet
 
 # %% [markdown]
 # ## Prefill
@@ -114,11 +115,11 @@ print(len(rows), "rows")
 
 # %% language="bash"
 # moelora prefill examples/tiny-moe --with-base \
-#     --adapters adapters --adapters examples/tiny-moe/adapters \
-#     --input rows.jsonl --output scores.jsonl
+#     --adapters tutorial-output/adapters --adapters examples/tiny-moe/adapters \
+#     --input tutorial-output/rows.jsonl --output tutorial-output/scores.jsonl --overwrite
 
 # %% alt="Bars: mean log-probability per token of the build log and of the other texts, by adapter"
-scores = [json.loads(line) for line in Path("scores.jsonl").open(encoding="utf-8")]
+scores = [json.loads(line) for line in Path("tutorial-output/scores.jsonl").open(encoding="utf-8")]
 assert not any(row["error"] for row in scores)
 
 

@@ -126,3 +126,10 @@ def test_what_is_neither_is_an_error(model: Path, tmp_path: Path, capsys: pytest
     assert "--model is for adapters" in said
     (model / "config.json").write_text("{")
     assert "not valid JSON" in inspect(capsys, model)[2]
+
+
+def test_an_adapter_that_is_not_there_is_said_to_be_missing(tmp_path, model, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", str(tmp_path / "pyton"), "--model", str(model)])
+    assert end.value.code == 2
+    assert f"{tmp_path / 'pyton'}: no such folder" in capsys.readouterr().err

@@ -370,3 +370,11 @@ def test_report_summary_and_metrics_agree():
 def test_a_report_survives_what_json_cannot_hold():
     report = build_report(JobStats(), seconds=0.0, load_seconds=0.0, engine={"share": float("nan")}, run={"p": {1}})
     assert json.loads(encode_report(report))["engine"]["share"] is None
+
+
+@pytest.mark.parametrize(("scored", "said"), [(90, "90 of them (45 tokens/s)"), (200, "2.0 s scoring (100 tokens/s)")])
+def test_the_summary_says_which_tokens_its_rate_counts(scored, said):
+    """A run that goes on counts the tokens of earlier ones, and scores the others alone."""
+    timeline = {"began": None, "points": [[1.0, 10], [2.0, scored]]}
+    report = build_report(JobStats(tokens=200), seconds=2.0, load_seconds=1.0, engine={}, run={}, timeline=timeline)
+    assert said in dict(summary(report))["time"]

@@ -98,7 +98,11 @@ _QUICK_REPEAT = 2
 @base_options
 @click.option("--seed", type=NOT_NEGATIVE, default=0, show_default=True, help="For random weights.")
 @click.option("--json", "json_", metavar="FILE|-", help="All numbers as one JSON object; - is standard output.")
-@click.option("--plot", metavar="FILE", help="Tokens per second as bars, .png, .svg or .pdf; needs matplotlib.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    help="Shares of the floor as bars, with tokens per second: .png, .svg or .pdf; needs matplotlib.",
+)
 @click.option("--quiet", is_flag=True, help="No progress.")
 def bench(**options: Any) -> int:
     """Times MODEL on random prompts: with adapters and without, beside the least time that the device would allow.

@@ -1,4 +1,4 @@
-"""A benchmark's report as bars: tokens per second by workload, beside the floor."""
+"""A benchmark's report as bars: shares of the floor by workload, with their tokens per second."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def draw(report: BenchReport, path: str) -> None:
     for task, panel in zip(tasks, panels, strict=True):
         measured = {(_setting(one), one.workload): one for one in report.measurements if one.task == task}
         _panel(panel, task, measured, settings, workloads)
-    panels[0].legend(loc="upper right", fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", fontsize="small")
     figure.suptitle(f"{report.model}: {counted(report.layers, 'layer')}, {report.dtype}, {report.device_name}")
     figure.savefig(path)
 
@@ -64,5 +65,5 @@ def _panel(
 
 
 def _setting(one: Measurement) -> str:
-    adapters = f"{one.adapters} × rank {one.rank}" if one.adapters else f"base ({one.loaded} held)"
+    adapters = f"{one.adapters} × rank {one.rank}" if one.adapters else f"base, {counted(one.loaded, 'adapter')} loaded"
     return f"{one.engine} {one.backend}, graph {one.graph}, {adapters}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moelora.errors import ConfigError, MoeloraError
+from moelora.errors import AdapterError, ConfigError, MoeloraError
 from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand, size
 
@@ -49,6 +49,8 @@ def inspect(path: str, model: str | None, lora_b_layout: str | None, as_json: bo
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         facts = adapter_facts(folder, model, lora_b_layout)
+    elif model is not None and not folder.exists():
+        raise AdapterError(f"{path}: no such folder")
     elif model is not None:
         raise ConfigError(f"--model is for adapters, and {path} is not one (an adapter has no config.json)")
     else:

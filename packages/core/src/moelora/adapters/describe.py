@@ -213,5 +213,7 @@ def _bad_values(headers: Headers, tensors: dict[str, TensorInfo]) -> list[str]:
                 tensor = reader.read(info)
                 bad = int((~torch.isfinite(tensor)).sum())
                 if bad:
-                    found.append(f"tensor {info.name!r} holds {bad} values that are not finite (NaN or infinity)")
+                    found.append(
+                        f"tensor {info.name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values"
+                    )
     return found

@@ -89,7 +89,7 @@ class Loading:
             tensor = self.reader.read(info)
             bad = int((~torch.isfinite(tensor)).sum())
             if bad:
-                return f"tensor {info.name!r} holds {bad} values that are not finite (NaN or infinity)"
+                return f"tensor {info.name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values"
             peak = float(tensor.abs().max())
             if peak > largest:
                 largest, name = peak, info.name

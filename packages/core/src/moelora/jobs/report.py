@@ -40,8 +40,7 @@ def build_report(
     timeline: tokens scored by second, of `timeline.Timeline`; the rate counts them alone, as a run that goes on counts
     rows of earlier ones too.
     """
-    points = timeline["points"] if timeline else []
-    scored = points[-1][1] if points else stats.tokens
+    scored = _scored(timeline, stats.tokens)
     return {
         "rows": stats.rows,
         "output_rows": stats.output_rows,
@@ -62,6 +61,12 @@ def build_report(
     }
 
 
+def _scored(timeline: Mapping[str, Any] | None, tokens: int) -> int:
+    """The tokens that the rate counts: those of the timeline, or all if there is none."""
+    points = timeline["points"] if timeline else []
+    return int(points[-1][1]) if points else tokens
+
+
 def encode_report(report: Mapping[str, Any]) -> bytes:
     """The report as indented JSON. What JSON cannot hold is written as its text."""
     return (json.dumps(finite_row(dict(report)), indent=2, default=str, ensure_ascii=False) + "\n").encode("utf-8")
@@ -69,12 +74,14 @@ def encode_report(report: Mapping[str, Any]) -> bytes:
 
 def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The report in a few (label, text) lines for people."""
+    scored = _scored(report["timeline"], report["tokens"])
+    which = "" if scored == report["tokens"] else f"{scored:,} of them "  # the others were scored before, or elsewhere
     lines = [
         ("rows", f"{report['rows']:,} in, {report['output_rows']:,} out, {report['error_rows']:,} with errors"),
         ("tokens", f"{report['tokens']:,} in {counted(report['requests'], 'request')}"),
         (
             "time",
-            f"{report['seconds']:.1f} s scoring ({report['tokens_per_second']:,.0f} tokens/s), "
+            f"{report['seconds']:.1f} s scoring {which}({report['tokens_per_second']:,.0f} tokens/s), "
             f"{report['load_seconds']:.1f} s loading",
         ),
     ]
