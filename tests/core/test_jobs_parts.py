@@ -374,6 +374,8 @@ def test_the_fingerprint_is_of_files_whatever_lies_beside_them(tmp_path):
     for folder in (model, adapter):
         folder.mkdir()
         (folder / "x.safetensors").write_bytes(bytes(1000))
+    before = run_fingerprint(model=model, adapters={"A": tmp_path / "gone"}, input_file=source, options={})
+    assert changed(before, now()) == ["adapter A"], "a folder that is not there is refused by who loads it"
     before = now()
     for folder in (model, adapter):
         (folder / "folder.safetensors").mkdir()

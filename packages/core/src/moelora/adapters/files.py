@@ -48,10 +48,10 @@ def check_folder(path: Path) -> None:
 def adapter_files(folder: Path) -> list[Path]:
     """The files of a folder that an adapter may be read from, sorted.
 
-    Links that lead nowhere, folders of such names, and pipes, which would be waited for, are none. Raises OSError if
-    the folder cannot be read.
+    Links that lead nowhere, folders of such names, and pipes, which would be waited for, are none. A folder that is not
+    there has none either: who loads the adapter says so.
     """
-    return sorted(path for path in folder.iterdir() if path.suffix in _READ and path.is_file())
+    return sorted(path for path in folder.glob("*") if path.suffix in _READ and path.is_file())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
