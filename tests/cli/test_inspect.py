@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moelora_cli.main import main
 
@@ -133,3 +133,18 @@ def test_an_adapter_that_is_not_there_is_said_to_be_missing(tmp_path, model, cap
         main(["inspect", str(tmp_path / "pyton"), "--model", str(model)])
     assert end.value.code == 2
     assert f"{tmp_path / 'pyton'}: no such folder" in capsys.readouterr().err
+
+
+def test_an_adapter_of_zeros_is_noted(tmp_path, capsys):
+    folder, note = make_adapter(tmp_path / "fresh"), "every B is zero, as before training: this adapter changes nothing"
+
+    def notes():
+        with pytest.raises(SystemExit) as end:
+            main(["inspect", str(folder), "--json"])
+        assert end.value.code == 0
+        return json.loads(capsys.readouterr().out)["notes"]
+
+    assert note not in notes()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({k: t * ("lora_A" in k) for k, t in tensors.items()}, folder / "adapter_model.safetensors")
+    assert note in notes()

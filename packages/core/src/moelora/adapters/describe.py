@@ -104,7 +104,10 @@ def describe(
             targets = view.summaries(groups.pairs, groups.plain, dtype)
             refusals += view.problems
     if check_values and headers is not None:
-        refusals += _bad_values(headers, tensors)
+        bad, has_effect = _look_at_values(headers, tensors)
+        refusals += bad
+        if tensors and not has_effect:
+            notes.append("every B is zero, as before training: this adapter changes nothing")
     return AdapterDescription(
         path=folder,
         config=config,
@@ -205,8 +208,9 @@ class _KeyView:
         return listed[0] if len(listed) == 1 else path
 
 
-def _bad_values(headers: Headers, tensors: dict[str, TensorInfo]) -> list[str]:
-    found = []
+def _look_at_values(headers: Headers, tensors: dict[str, TensorInfo]) -> tuple[list[str], bool]:
+    """Tensors that are not finite, and whether any tensor but an A holds anything else than zeros."""
+    found, has_effect = [], False
     with TensorReader(headers.folder, headers.stamps) as reader:
         for info in tensors.values():
             if info.numel:
@@ -216,4 +220,9 @@ def _bad_values(headers: Headers, tensors: dict[str, TensorInfo]) -> list[str]:
                     found.append(
                         f"tensor {info.name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values"
                     )
-    return found
+                has_effect = has_effect or (not _is_a(info.name) and bool(tensor.any()))
+    return found, has_effect
+
+
+def _is_a(name: str) -> bool:
+    return "lora_A" in name or "lora_embedding_A" in name
