@@ -346,3 +346,9 @@ def test_what_the_models_code_raises_is_said_with_architecture_and_dtype(world, 
 def test_options_of_another_type_are_refused_by_name(options):
     with pytest.raises(ConfigError, match=f"must be EngineOptions, got {type(options).__name__}"):
         PrefillEngine("nowhere", options=options)
+
+
+def test_a_run_without_adapters_says_so_of_a_row_that_names_one(tmp_path):
+    save_model(tmp_path, "qwen3_moe")
+    engine = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
+    assert engine.check(Request(token_ids=[1], adapter="x")) == "unknown adapter 'x': no adapters were given"

@@ -18,7 +18,7 @@ def check_request(
     if problem:
         return problem
     if request.adapter != BASE_ADAPTER and request.adapter not in adapters:
-        return choose_from("adapter", request.adapter, [*adapters, BASE_ADAPTER])
+        return unknown_adapter(request.adapter, adapters)
     if not len(request.token_ids):
         return "the prompt has no tokens"
     empty = [i for i, choice in enumerate(request.choices) if not len(choice)]
@@ -81,3 +81,10 @@ def count_tokens(request: Any) -> int:
     """Tokens of a request that may be none."""
     ids = getattr(request, "token_ids", ())
     return len(ids) if _is_sequence(ids) else 0
+
+
+def unknown_adapter(name: str, adapters: Collection[str]) -> str:
+    """The sentence for a name that is not among `adapters`."""
+    if not adapters:
+        return f"unknown adapter {name!r}: no adapters were given"
+    return choose_from("adapter", name, [*adapters, BASE_ADAPTER])
