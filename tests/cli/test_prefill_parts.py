@@ -130,6 +130,30 @@ def test_parts_of_another_run_are_refused_by_what_changed(command: Command, monk
     assert len(command.rows) == 5_000
 
 
+@pytest.mark.parametrize("changing", ["adapter A", "input"])
+def test_what_changes_while_the_engine_loads_is_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, changing: str
+):
+    """Its parts would be taken up by a run with the file that the fingerprint is of."""
+    many_rows(command, 100)
+    adapter = command.folder / "A" / "adapter_config.json"
+    adapter.parent.mkdir()
+    adapter.write_text("{}")
+    engine = sys.modules["moelora.engine"].PrefillEngine
+    load, path = engine.__init__, command.input if changing == "input" else adapter
+
+    def slow(self: Any, *given: Any, **options: Any) -> None:
+        load(self, *given, **options)
+        path.write_text(path.read_text() + "\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "__init__", slow)
+        refused = command("--quiet", "--adapters", f"A={adapter.parent}")
+    assert (refused.code, f"changed while the run began: {changing}; give" in refused.stderr) == (2, True)
+    assert command.files() == {"A", "in.jsonl"}
+    assert command("--quiet", "--adapters", f"A={adapter.parent}").code == 0
+
+
 def test_shards_merge_to_the_single_run(command: Command):
     many_rows(command, 10_000)
     assert command("--quiet").code == 0

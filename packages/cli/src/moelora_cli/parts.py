@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moelora.errors import ConfigError
 from moelora.wording import counted
 from moelora_cli.progress import Progress
 
@@ -28,9 +29,10 @@ _WITHOUT_EFFECT = frozenset(
 _RESOLVED = ("backend", "dtype", "slots", "max_tokens", "max_requests")
 
 
-def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[PartStore, dict[str, str]]:
-    """The parts of this run, held from now on, and the run's fingerprint as far as it is known without an engine.
+def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[PartStore, dict[str, str], dict[str, str]]:
+    """The parts of this run, held from now on, and what it is of.
 
+    The latter are its fingerprint, as far as it is known without an engine, and the stamps of the files behind it.
     Raises `ConfigError` if the parts that lie there are not of this run, or if another process holds them.
     """
     from moelora.jobs.parts import PartStore
@@ -38,17 +40,21 @@ def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[Part
     shard, shards = options["shard"] or (0, 1)
     folder = Path(options["output"]) if options["shard"] else parts_folder(Path(options["output"]))
     worker = worker_facts(options)
+    stamps = stamps_of(options, adapters) if worker is None else worker["stamps"]
     fingerprint = fingerprint_of(options, adapters) if worker is None else worker["fingerprint"]
     store = PartStore(folder, shard=shard, shards=shards, overwrite=options["overwrite"], worker=worker is not None)
     with ExitStack() as undo:
         undo.enter_context(store)
         store.check(fingerprint)
         undo.pop_all()
-    return store, fingerprint
+    return store, fingerprint, stamps
 
 
 def worker_facts(options: dict[str, Any]) -> dict[str, Any] | None:
-    """What its parent tells a worker: `fingerprint`, its number `parent`, how many `workers` there are; else None."""
+    """What its parent tells a worker, else None.
+
+    `fingerprint` and `stamps` of the run, its number `parent`, how many `workers` there are.
+    """
     return None if options["worker"] is None else json.loads(Path(options["worker"]).read_bytes())
 
 
@@ -122,6 +128,23 @@ def fingerprint_of(options: dict[str, Any], adapters: dict[str, Path]) -> dict[s
         input_file=Path(options["input_"]),
         options={name: value for name, value in options.items() if name not in _WITHOUT_EFFECT},
     )
+
+
+def stamps_of(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, str]:
+    """What tells whether the files behind the fingerprint are as they were."""
+    from moelora.jobs.fingerprint import run_stamps
+    from moelora.models.checkpoint import find_model_folder
+
+    model, input_file = find_model_folder(options["model"]), Path(options["input_"])
+    return run_stamps(model=model, adapters=adapters, input_file=input_file)
+
+
+def refuse_changed(stamps: dict[str, str], options: dict[str, Any], adapters: dict[str, Path]) -> None:
+    """Once all is loaded: raises `ConfigError` if a file is no longer the one that the fingerprint is of."""
+    from moelora.jobs.fingerprint import changed
+
+    if differences := changed(stamps, stamps_of(options, adapters)):
+        raise ConfigError(f"changed while the run began: {', '.join(differences)}; give the command again")
 
 
 def in_use(engine: Any) -> dict[str, str]:

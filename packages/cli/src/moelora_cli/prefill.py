@@ -29,7 +29,7 @@ from moelora_cli.options import (
     share_options,
     stdout_for_results,
 )
-from moelora_cli.parts import in_use, open_parts, score_in_parts, worker_facts
+from moelora_cli.parts import in_use, open_parts, refuse_changed, score_in_parts, worker_facts
 from moelora_cli.progress import Progress, WorkerProgress
 from moelora_cli.workers import check_devices, score_with_workers
 
@@ -131,6 +131,7 @@ def _score(
         timeline = Timeline()
         job = PrefillJob(TimedScorer(engine, timeline), encoder, job_options, on_progress=progress.counts)
         if parts is not None:
+            refuse_changed(parts[2], options, adapters)
             parts[0].begin({**parts[1], **in_use(engine)})
         return _run(options, adapters, job, engine, timeline, parts and parts[0], lines, progress, stdout, start)
 

@@ -74,9 +74,9 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     output = Path(options["output"])
     folder = parts_folder(output)
     began = time.monotonic()
-    store, fingerprint = open_parts(options, adapters)
+    store, fingerprint, stamps = open_parts(options, adapters)
     with store, tempfile.TemporaryDirectory() as private:
-        facts = {"fingerprint": fingerprint, "workers": len(names), "parent": os.getpid()}
+        facts = {"fingerprint": fingerprint, "stamps": stamps, "workers": len(names), "parent": os.getpid()}
         (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
             clear_parts(folder)

@@ -54,6 +54,14 @@ def adapter_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.suffix in _READ and path.is_file())
 
 
+def folder_stamp(folder: Path) -> object:
+    """Changes whenever a file that an adapter is read from is written anew; None where it cannot be told."""
+    try:
+        return [(path.name, Stamp.of(path.stat())) for path in adapter_files(folder)]
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
     """The headers of an adapter's files before they are parsed.

@@ -12,7 +12,7 @@ import torch
 
 from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.base import Adapter, Factors
-from moelora.adapters.files import adapter_files
+from moelora.adapters.files import folder_stamp
 from moelora.errors import AdapterError
 
 _CHECKERS = 8
@@ -100,7 +100,7 @@ class HostAdapters(Mapping[str, Adapter]):
                     pending.append((name, _done(source), True))
                     continue
                 say(f"reading adapter {name} from {source}")
-                self._stamps[name] = _stamp(source)
+                self._stamps[name] = folder_stamp(source)
                 if name in first:  # one after the other: each by as many threads as are worth it
                     pending.append((name, self._reader.submit(self._read, name, source, ordinary), True))
                 else:
@@ -178,7 +178,7 @@ class HostAdapters(Mapping[str, Adapter]):
     def _unchanged(self, name: str, path: Path, look: Check) -> Adapter:
         """What `look` finds of an adapter, whose files must be as they were when the run began with it."""
         adapter = look(name, path)
-        if _stamp(path) != self._stamps[name]:
+        if folder_stamp(path) != self._stamps[name]:
             raise AdapterError(f"{path}: changed while the run was under way")
         return adapter
 
@@ -209,11 +209,3 @@ def _map_tensors(adapter: Adapter, change: Callable[[torch.Tensor], torch.Tensor
         factors={name: Factors(a=change(f.a), b=change(f.b)) for name, f in adapter.factors.items()},
         replacements={name: change(tensor) for name, tensor in adapter.replacements.items()},
     )
-
-
-def _stamp(folder: Path) -> object:
-    """Changes whenever a file that an adapter is read from is written anew; None where the folder cannot be read."""
-    try:
-        return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in adapter_files(folder)]
-    except OSError:
-        return None

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import moelora
-from moelora.adapters.files import adapter_files
+from moelora.adapters.files import adapter_files, folder_stamp
+from moelora.safetensors_file import Stamp
 from moelora.versions import versions
 
 _BLOCK = 1 << 20
@@ -51,6 +52,16 @@ def run_fingerprint(
     for name, value in sorted(options.items()):
         digests[f"option {name}"] = str(value)
     return digests
+
+
+def run_stamps(*, model: Path, adapters: Mapping[str, Path], input_file: Path) -> dict[str, str]:
+    """What changes when a file is written anew, by the names of `run_fingerprint`. Reads no contents.
+
+    Taken before the digests, and again when all is loaded: else a run would have loaded what it has no digest of.
+    """
+    folders = {"model": model, **{f"adapter {name}": folder for name, folder in adapters.items()}}
+    stamps = {name: str(folder_stamp(folder)) for name, folder in folders.items()}
+    return {**stamps, "input": str(Stamp.of(input_file.stat()))}
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
