@@ -16,7 +16,7 @@ from moelora.models.projections import _join
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
 from moelora_kernels.ops.dense_lora import naive_dense_lora, naive_embedding_lora
-from moelora_kernels.ops.lora_gemm import naive_lora_gemm
+from moelora_kernels.ops.lora_gemm import few_rows, naive_lora_gemm
 
 NAMES = ["triton", "csgmv"]
 DEVICE = torch.device(DEVICES[0])
@@ -231,7 +231,7 @@ def test_projections_of_few_rows_share_a_base_product(name, bucket, with_bias, m
             want = naive_lora_gemm(x_TI, weight, bias, bank, meta.token_slot_T)
             assert relative_error(out, want) < TOLERANCE[torch.float32]
             assert relative_error(other, want) < TOLERANCE[torch.float32]
-        for rule, value in (("RIDE_ROWS", 1), ("joined_product", lambda *given: None)):
+        for rule, value in (("RIDE_ROWS", 1), ("joined_projections", lambda *given, **how: None)):
             with monkeypatch.context() as patch:
                 patch.setattr(tiled, rule, value)
                 separate = backend.projections(x_TI, weights, biases, banks, meta, rows_apart=True)
@@ -243,7 +243,7 @@ def test_projections_of_few_rows_share_a_base_product(name, bucket, with_bias, m
 @pytest.mark.parametrize("bucket", [None, 64])
 def test_factors_of_all_slots_behind_the_weights_of_few_rows(name, bucket, count, monkeypatch):
     """A x for every slot comes out of the base product; a slot's columns reach its own rows alone."""
-    monkeypatch.setattr(tiled, "MOST_FACTORS", 100)
+    monkeypatch.setattr(few_rows, "MOST_FACTORS", 100)
     monkeypatch.setattr("moelora_kernels.ops.dense_lora.shrink_kernel", None)
     monkeypatch.setattr("moelora_kernels.ops.dense_lora.shrink_narrow_kernel", None)
     backend = make_backend(name)

@@ -32,16 +32,14 @@ from moelora_kernels.launch import interpreted, require
 from moelora_kernels.metadata import RowBuffers, RowPlan
 from moelora_kernels.ops.attention import MAX_WIDTH, MIN_WIDTH
 from moelora_kernels.ops.dense_lora import (
-    MAX_FUSED,
     MAX_RANK,
     RowTiles,
     dense_lora,
     embedding_lora,
-    expand_every_slot,
     scratch_numel,
 )
 from moelora_kernels.ops.invariant_gemm import bulk_copies
-from moelora_kernels.ops.lora_gemm import joined_product, lora_gemm, most_entries
+from moelora_kernels.ops.lora_gemm import joined_projections, lora_gemm, most_entries
 
 if TYPE_CHECKING:
     from moelora.models.context import Segments
@@ -55,9 +53,6 @@ RIDE_ROWS = 2048
 added at 2,048 rows, 0.469 and 0.515 at 8,192; at 512 rows adding is the faster by far."""
 RIDE_WIDTH = 1024
 """And from so many columns of all projections together: narrower products run through pointers, slower than torch's."""
-
-MOST_FACTORS = 0.25
-"""Share of a projection's columns up to which factors A of all slots are computed along with it."""
 
 
 class TiledBackend(Backend):
@@ -177,38 +172,12 @@ class TiledBackend(Backend):
             scratch = scratch_of(handle, x_TI.dtype)
             return lora_gemm(x_TI, weights_OI, biases_O, slots, handle.rows, handle.blocks, scratch=scratch)
         if rows_apart and x_TI.shape[0] < RIDE_ROWS and not self.batch_invariant:
-            outs = self._in_one_product(x_TI, weights_OI, biases_O, slots, meta)
+            rows = handle.rows if meta.has_lora else None
+            scratch = scratch_of(handle, x_TI.dtype)
+            outs = joined_projections(x_TI, weights_OI, biases_O, slots, rows, scratch=scratch)
             if outs is not None:
                 return outs
         return super().projections(x_TI, weights_OI, biases_O, slots, meta)
-
-    def _in_one_product(
-        self,
-        x_TI: torch.Tensor,
-        weights_OI: Sequence[torch.Tensor],
-        biases_O: Sequence[torch.Tensor | None],
-        slots: Sequence[DenseSlots],
-        meta: LoraMetadata,
-    ) -> list[torch.Tensor] | None:
-        """One product for all projections: with few rows it is launches and half-filled devices that cost.
-
-        Where they are few beside W's, the factors A of all slots are further rows of W: a row's A x is made for slots
-        that it does not have too, which takes less time than a kernel of its own. None unless all lie side by side.
-        """
-        num, widths = len(weights_OI), [weight.shape[0] for weight in weights_OI]
-        factors = [one.a_LRI.flatten(0, 1) for one in slots]
-        few = sum(a.shape[0] for a in factors) <= MOST_FACTORS * sum(widths)
-        if meta.has_lora and few and num <= MAX_FUSED and not any(bias is not None for bias in biases_O):
-            outs = joined_product(x_TI, [*weights_OI, *factors], [None] * (2 * num))
-            if outs is not None:
-                # Columns of one tensor, the last of it.
-                y_TC = outs[num].as_strided((x_TI.shape[0], sum(a.shape[0] for a in factors)), outs[num].stride())
-                expand_every_slot(y_TC, outs[:num], slots, self._handle(meta).rows)
-                return outs[:num]
-        outs = joined_product(x_TI, weights_OI, biases_O) if num > 1 else None
-        if outs is not None:
-            self.fused_linear(x_TI, outs, slots, meta)
-        return outs
 
     def _rides(self, x_TI: torch.Tensor, weights_OI: Sequence[torch.Tensor], meta: LoraMetadata) -> bool:
         return (

@@ -15,9 +15,10 @@ from moelora.adapters.config import AdapterConfig, read_config
 from moelora.adapters.files import Headers, TensorInfo, TensorReader, check_folder, parse_headers, read_headers
 from moelora.adapters.layouts.base import Pair, Refused, distinct, distinct_ranks, rank_of
 from moelora.adapters.loader import summarise
-from moelora.adapters.names import Resolver, parse_all_experts, parse_expert, unwrapped
+from moelora.adapters.names import Resolver, Role, parse_all_experts, parse_expert, parse_key, unwrapped
 from moelora.adapters.planner import group_tensors, plan_adapter
 from moelora.adapters.plans import make_context
+from moelora.adapters.values import not_finite
 from moelora.errors import AdapterError
 
 
@@ -215,14 +216,8 @@ def _look_at_values(headers: Headers, tensors: dict[str, TensorInfo]) -> tuple[l
         for info in tensors.values():
             if info.numel:
                 tensor = reader.read(info)
-                bad = int((~torch.isfinite(tensor)).sum())
-                if bad:
-                    found.append(
-                        f"tensor {info.name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values"
-                    )
-                has_effect = has_effect or (not _is_a(info.name) and bool(tensor.any()))
+                if (reason := not_finite(info.name, tensor)) is not None:
+                    found.append(reason)
+                is_a = parse_key(info.name)[1] in (Role.A, Role.EMBEDDING_A)
+                has_effect = has_effect or (not is_a and bool(tensor.any()))
     return found, has_effect
-
-
-def _is_a(name: str) -> bool:
-    return "lora_A" in name or "lora_embedding_A" in name

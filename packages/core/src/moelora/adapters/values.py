@@ -87,9 +87,8 @@ class Loading:
         name = sources[0].name
         for info in sources:
             tensor = self.reader.read(info)
-            bad = int((~torch.isfinite(tensor)).sum())
-            if bad:
-                return f"tensor {info.name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values"
+            if (reason := not_finite(info.name, tensor)) is not None:
+                return reason
             peak = float(tensor.abs().max())
             if peak > largest:
                 largest, name = peak, info.name
@@ -165,6 +164,12 @@ def _map(make: Callable[[Plan], Factors], plans: Sequence[Plan]) -> list[Factors
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return all(map(math.isfinite, extremes(tensor)))
+
+
+def not_finite(name: str, tensor: torch.Tensor) -> str | None:
+    """The sentence for a tensor of an adapter that holds NaN or infinity; None if all of it is finite."""
+    bad = int((~torch.isfinite(tensor)).sum())
+    return f"tensor {name!r} is not finite (NaN or infinity) in {bad:,} of {tensor.numel():,} values" if bad else None
 
 
 def extremes(tensor: torch.Tensor) -> tuple[float, float]:

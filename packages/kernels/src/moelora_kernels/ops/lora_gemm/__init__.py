@@ -3,7 +3,7 @@
 Adding LoRA to a finished output reads and writes it once more, which alone costs 20 % of the projections of a 2,048
 wide model. Here only A x is a launch of its own; its products with B are a few more steps of K. Sums are those of
 `invariant_gemm`, so bits are the row's own here too. `naive.py` is the truth, `kernel.py` the Triton code for weights
-that lie behind one another, `blocks.py` the metadata.
+that lie behind one another, `blocks.py` the metadata, `few_rows.py` the way of batches that are too small for it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,21 @@ from moelora_kernels.ops.invariant_gemm import (
     rank_block,
 )
 from moelora_kernels.ops.lora_gemm.blocks import SlotBlocks, most_entries, plan_blocks
+from moelora_kernels.ops.lora_gemm.few_rows import joined, joined_projections
 from moelora_kernels.ops.lora_gemm.kernel import projections_kernel
 from moelora_kernels.ops.lora_gemm.naive import naive_lora_gemm
 from moelora_kernels.overlap import overlapping
 
-__all__ = ["LIST_ROWS", "SlotBlocks", "joined", "lora_gemm", "most_entries", "naive_lora_gemm", "plan_blocks"]
+__all__ = [
+    "LIST_ROWS",
+    "SlotBlocks",
+    "joined",
+    "joined_projections",
+    "lora_gemm",
+    "most_entries",
+    "naive_lora_gemm",
+    "plan_blocks",
+]
 
 
 def lora_gemm(
@@ -72,37 +82,6 @@ def lora_gemm(
         out if out is not None else invariant_gemm(x_TK, weight, bias, config=config)
         for out, weight, bias in zip(outs, weights_NK, biases_N, strict=True)
     ]
-
-
-def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The tensors as one, `[Σ N_i, …]`, without a copy; None unless they lie one behind the other in one storage."""
-    first = tensors[0]
-    if first is None:
-        return None
-    # Storages can be neighbours by chance, and no view reaches from one into the next.
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for tensor in tensors:
-        if tensor is None or tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end:
-            return None
-        if not tensor.is_contiguous() or tensor.dtype is not first.dtype:
-            return None
-        end += tensor.numel() * tensor.element_size()
-    rows = sum(tensor.shape[0] for tensor in tensors if tensor is not None)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
-def joined_product(
-    x_TK: torch.Tensor, weights_NK: Sequence[torch.Tensor], biases_N: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor] | None:
-    """x Wᵀ (+ bias) of several projections by one product of torch's, `[T, N_i]` each, as columns of one result.
-
-    None unless the weights, and the biases if there are any, lie one behind the other.
-    """
-    weight_NK, bias_N = joined(weights_NK), joined(biases_N)
-    if weight_NK is None or (bias_N is None and any(bias is not None for bias in biases_N)):
-        return None
-    together = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
-    return list(together.split([weight.shape[0] for weight in weights_NK], dim=1))
 
 
 def _one_by_one(
