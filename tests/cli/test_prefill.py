@@ -2,12 +2,14 @@
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 import fake_engine
 from cli.prefill_command import ENVIRONMENT, GOOD, SCRIPT, Command, run
+from moelora_cli import progress
 from moelora_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("no_real_engine")
@@ -79,6 +82,38 @@ def test_a_pipe_is_read_once(command: Command):
     assert [row["id"] for row in command.rows] == ["a", "b"]
     assert "--devices needs files" in command("--devices", "cpu:2", input_=pipe, output="new.jsonl").stderr
     assert "--shard needs a file" in command("--shard", "0/2", input_=pipe, output="new").stderr
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "-", "shards"])
+def test_the_share_done_of_a_file_ascends_to_the_whole(command: Command, monkeypatch: pytest.MonkeyPatch, output: str):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    command.input.write_text("{\n" + "".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 120)) + "{")
+    shard = ["--shard", "0/1"] if output == "shards" else []
+    done = command("--adapters", "A=/a", "--with-base", *shard, output=output)
+    shares = [int(share) for share in re.findall(r"^(\d+) %", done.stderr, re.M)]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 30
+    assert shares[-1] == 100
+
+
+def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 620)))
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
+    ours, theirs = pty.openpty()
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.005", "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=theirs, env=slow) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # as Linux says that the other end is closed
+            while more := os.read(ours, 65_536):
+                said += more
+    os.close(ours)
+    assert process.returncode == 0
+    frames = re.findall(r"(\d+) %, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said.decode())
+    shares = [int(share) for share, _ in frames]
+    assert shares == sorted(shares)
+    assert len(set(shares)) > 3
+    assert shares[-1] <= 100
 
 
 def test_report_and_metrics(command: Command):

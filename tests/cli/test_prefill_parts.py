@@ -217,12 +217,16 @@ def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: 
     assert done.code == 0, done.stderr
     said = done.stderr.splitlines()
     assert said[:2] == [f"going on with 1 finished part in {command.output}.parts", "loading on cpu, cpu"]
-    shown = [re.fullmatch(r"([\d,]+) lines, ([\d,]+) tokens, ([\d,]+) tokens/s", line) for line in said[2:]]
-    counts = [[int(n.replace(",", "")) for n in match.groups()] for match in shown if match]
-    assert [lines for lines, _, _ in counts] == sorted(lines for lines, _, _ in counts)
-    assert counts[0][:2] == [4_096, 3 * 4_096]
-    assert any(4_096 < lines < 5_000 for lines, _, _ in counts)
-    assert all(tokens == 3 * lines and rate <= 9 / 0.01 for lines, tokens, rate in counts)
+    pattern = r"(\d+) %(?:, about (\d+) s left)?: ([\d,]+) lines, ([\d,]+) tokens, ([\d,]+) tokens/s"
+    shown = [re.fullmatch(pattern, line) for line in said[2:]]
+    counts = [[int((n or "-1").replace(",", "")) for n in match.groups()] for match in shown if match]
+    assert [lines for _, _, lines, _, _ in counts] == sorted(lines for _, _, lines, _, _ in counts)
+    assert counts[0][:4] == [81, -1, 4_096, 3 * 4_096]
+    assert any(4_096 < lines < 5_000 for _, _, lines, _, _ in counts)
+    assert all(tokens == 3 * lines and rate <= 9 / 0.01 for _, _, lines, tokens, rate in counts)
+    assert all(lines // 50 - 1 <= share <= lines // 50 + 1 for share, _, lines, _, _ in counts)
+    lefts = [(left, 3 * (5_000 - lines) / rate) for _, left, lines, _, rate in counts if lines > 4_096 + 50]
+    assert all(left == pytest.approx(expected, rel=0.1, abs=1) for left, expected in lefts)
     told = json.loads(report.read_text())
     assert told["seconds"] >= 3.0
     assert told["load_seconds"] > 0.1, "an interpreter starts"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moelora.jobs.stats import JobStats
+from moelora.wording import duration
 from moelora_cli import progress as module
 from moelora_cli.progress import Progress, WorkerProgress, read_workers
 
@@ -35,6 +36,45 @@ def test_the_rate_counts_what_this_run_scored(clock: list[float], capsys: pytest
     assert capsys.readouterr().err == "1 line, 134,385 tokens, 38 tokens/s\n"
 
 
+def test_the_share_done_and_the_time_left_count_what_is_to_be_done(clock: list[float], capsys):
+    """The time left follows from the speed of this run: what was there before took no time."""
+    with Progress(quiet=False) as progress:
+        progress.expect(1000)
+        progress.begin()
+        for after, done in ((10, 400), (20, 500), (30, 999), (40, 1000), (50, 1010)):
+            clock[0] = 100 + after
+            progress.counts(JobStats(output_rows=done, tokens=0, input_done=done), JobStats(input_done=400))
+        progress.expect(4000)
+        clock[0] = 200
+        progress.counts(JobStats(input_done=500), JobStats(input_done=400))
+    shares = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shares == [
+        "40 %",
+        "50 %, about 2 min left",
+        "99 %, about 0 s left",
+        "100 %, about 0 s left",
+        "100 %, about 0 s left",
+        "12 %, about 58 min left",
+    ]
+
+
+def test_where_nobody_knows_how_much_there_is_no_share_is_shown(clock: list[float], capsys):
+    with Progress(quiet=False) as progress:
+        progress.expect(None)
+        progress.begin()
+        clock[0] = 110
+        progress.counts(JobStats(output_rows=1, tokens=100, input_done=9), JobStats())
+    assert capsys.readouterr().err == "1 line, 100 tokens, 10 tokens/s\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (3_569, "59 min"), (3_571, "1 h 0 min"), (97_260, "27 h 1 min")],
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str):
+    assert duration(seconds) == text
+
+
 def test_workers_tell_what_they_have_scored_since_when(clock: list[float], tmp_path: Path, monkeypatch):
     assert read_workers(tmp_path) == (None, JobStats())
     for process, began in ((11, 107.0), (12, 103.0)):
@@ -44,9 +84,9 @@ def test_workers_tell_what_they_have_scored_since_when(clock: list[float], tmp_p
         worker.begin()
         assert read_workers(tmp_path)[0] == began
         clock[0] += 60
-        done = JobStats(output_rows=30, error_rows=4, tokens=900 + process)
-        worker.counts(done, JobStats(output_rows=10, error_rows=1, tokens=500))
-    assert read_workers(tmp_path) == (103.0, JobStats(output_rows=40, error_rows=6, tokens=823))
+        done = JobStats(output_rows=30, error_rows=4, tokens=900 + process, input_done=70)
+        worker.counts(done, JobStats(output_rows=10, error_rows=1, tokens=500, input_done=20))
+    assert read_workers(tmp_path) == (103.0, JobStats(output_rows=40, error_rows=6, tokens=823, input_done=100))
 
 
 def test_of_a_dead_worker_only_its_parts_count(clock: list[float], tmp_path: Path, monkeypatch):

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine
 from moelora.errors import InputError
 from moelora.jobs.parquet import ParquetReader, _table, _table_by_rows, output_schema
 from moelora.jobs.reader import LineReader, open_rows
-from moelora.jobs.rows import parse_rows
+from moelora.jobs.rows import parse_rows, read_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.text import TextEncoder
 from moelora.jobs.writer import encode_row, open_output
@@ -55,6 +55,14 @@ def test_both_formats_hold_the_same_rows(tmp_path):
             present["choices"] = [{k: c[k] for k in d} for c, d in zip(row["choices"], line["choices"], strict=True)]
         assert present == line
         assert all(row[key] is None for key in row.keys() - line.keys())
+
+
+def test_of_a_file_the_rows_are_what_is_to_be_done(tmp_path):
+    parquet.write_table(pa.table({"prompt": ["a"] * 1500, "metadata": [0.5] * 1500}), tmp_path / "in.parquet")
+    with ParquetReader(tmp_path / "in.parquet") as reader:
+        assert reader.total == 1500
+        assert {row.size for row in read_rows(reader)} == {1}
+        assert reader.position == 1500
 
 
 def test_many_rows_pass_in_groups(tmp_path):

@@ -12,11 +12,12 @@ import moelora.jobs.writer as writer
 from fake_engine import FakeEngine
 from moelora.errors import ConfigError
 from moelora.jobs.parts import PartStore, merge_lines
-from moelora.jobs.rows import parse_rows
+from moelora.jobs.reader import LineReader
+from moelora.jobs.rows import Row, parse_rows, read_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.stats import JobStats
 from moelora.jobs.text import TextEncoder
-from moelora.jobs.windows import run_into_parts, window_requests, windows
+from moelora.jobs.windows import ShardSize, run_into_parts, window_requests, windows
 
 PRINT = {"input": "a", "option top_k": "0"}
 ROWS = 23
@@ -338,6 +339,42 @@ def test_window_requests():
     assert window_requests(8, 8) == 4096
     assert window_requests(50, 8) == 7 * 4096
     assert window_requests(50, 1) == 65_536
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_a_shard_knows_how_much_of_the_input_falls_to_it(shards):
+    """To the byte where windows are of one size but for the last; never less than it has scored where they are not."""
+    rng = random.Random(shards)
+    for sizes in ([100, 100, 100, 100, 30], [100], [rng.randrange(50, 200) for _ in range(40)]):
+        for shard in range(shards):
+            size = ShardSize(sum(sizes), lambda number, shard=shard: number % shards == shard)
+            own = 0
+            for number, length in enumerate(sizes):
+                size.add(number, [Row(line=1, id=1, size=length // 2), Row(line=2, id=2, size=length - length // 2)])
+                own += length if number % shards == shard else 0
+                assert own <= size.expected() <= sum(sizes)
+                if len(sizes) < 10:
+                    assert size.expected() == sum(sizes[shard::shards])
+            assert size.expected() == own == sum(sizes[shard::shards])
+
+
+@pytest.mark.parametrize("window", [1, 7, 100])
+def test_what_is_done_of_the_input_grows_line_by_line_to_the_whole(tmp_path, window):
+    """Rows of several lines, of errors and of blank lines count with every byte, in whole numbers."""
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"\n".join(line + b"\n" * (number % 2) for number, line in lines()))
+    told = []
+    engine = FakeEngine(adapters={"A": "/a", "B": "/b"}, window=window)
+    job = PrefillJob(
+        engine, TextEncoder(None), JobOptions(with_base=True), lambda stats, _: told.append(stats.input_done)
+    )
+    with PartStore(tmp_path / "parts") as store, LineReader(file) as reader:
+        store.begin(PRINT)
+        run_into_parts(job, lambda: read_rows(reader), REQUESTS, store)
+        assert told == sorted(told)
+        assert told[-1] == reader.total
+        assert len(set(told)) > ROWS if window == 1 else told[0] > 0
+        assert store.finished_stats().input_done == reader.total
 
 
 def test_windows_are_cut_by_requests_not_by_rows():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moelora.errors import InputError
 from moelora.jobs.reader import LineReader
+from moelora.jobs.rows import read_rows
 
 
 def read(path: Path) -> list[tuple[int, bytes]]:
@@ -39,6 +40,20 @@ def test_only_line_feeds_end_lines(file: Path):
     line = '{"prompt": "a\u2028b\u2029c\x85d\x0be\rf"}'.encode()
     file.write_bytes(line + b"\n" + line + b"\r\n")
     assert read(file) == [(1, line), (2, line)]
+
+
+def test_what_was_read_of_the_file_is_known_to_the_byte(file: Path):
+    file.write_bytes(b'\xef\xbb\xbf\n{"prompt": "a"}\r\n\n  \n{"prompt": "caf\xc3\xa9"}\n{\n{"prompt": "b"}')
+    with LineReader(file) as lines:
+        assert lines.total == file.stat().st_size
+        assert [row.size for row in read_rows(lines)] == [4 + 17, 1 + 3 + 20, 2, 15]
+        assert lines.position == lines.total
+
+
+def test_of_a_stream_nobody_knows_how_much_there_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{}\n")))
+    with LineReader("-") as lines:
+        assert lines.total is None
 
 
 def test_a_bad_byte_is_left_to_its_row(file: Path):

@@ -64,10 +64,14 @@ def score_in_parts(
     job: PrefillJob,
     engine: Any,
     read: Callable[[], Iterable[Row]],
+    total: int,
     progress: Progress,
 ) -> None:
-    """Scores what has no part yet; without shards or other workers, then writes the output and removes the parts."""
-    from moelora.jobs.windows import run_into_parts, window_requests
+    """Scores what has no part yet; without shards or other workers, then writes the output and removes the parts.
+
+    read: gives the rows from the first on. total: of the input, as `Row.size` counts.
+    """
+    from moelora.jobs.windows import ShardSize, run_into_parts, window_requests
 
     worker = options["worker"] is not None
     # Measured, or taken from what is free, anew in each process; all decide between kernels, and so about last bits.
@@ -76,9 +80,16 @@ def score_in_parts(
     engine.score_chunk_rows = store.agree("score-chunk-rows", engine.score_chunk_rows)
     if store.finished() and not worker:
         progress.note(going_on(store))
+    own = ShardSize(total, store.mine)
+
+    def on_window(number: int, window: list[Row]) -> None:
+        own.add(number, window)
+        if options["shard"] and store.mine(number):
+            progress.expect(own.expected())
+
     try:
         size = window_requests(len(engine.adapter_names), engine.slots)
-        run_into_parts(job, read, size, store, on_part=progress.part_written)
+        run_into_parts(job, read, size, store, on_part=progress.part_written, on_window=on_window)
     except BaseException:
         if store.finished() and not worker:
             progress.say(parts_are_safe(store))

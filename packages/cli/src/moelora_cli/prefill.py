@@ -89,6 +89,7 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
     with open_rows(options["input_"]) as lines, _progress(options) as progress:
+        progress.expect(lines.total)
         quiet_libraries()
         from moelora.jobs.text import load_encoder
 
@@ -150,7 +151,7 @@ def _run(
 ) -> int:
     """What follows once everything is loaded and nothing was refused."""
     from moelora.jobs.report import build_report
-    from moelora.jobs.rows import parse_rows
+    from moelora.jobs.rows import read_rows
     from moelora.jobs.score_tally import ScoreTally, TallySink
     from moelora.jobs.writer import open_output
 
@@ -161,13 +162,13 @@ def _run(
         if parts is not None:
             read = partial(_read_rows, options["input_"])
             with interrupts(engine.stop, progress.say, worker=options["worker"] is not None):
-                score_in_parts(options, parts, job, engine, read, progress)
+                score_in_parts(options, parts, job, engine, read, lines.total, progress)
         else:
             tally = ScoreTally()
             sink = open_output(options["output"], stdout)
             taking = TallySink(sink, tally) if is_page(options["report"]) else sink
             with taking, interrupts(engine.stop, progress.say):
-                job.run(parse_rows(lines), taking)
+                job.run(read_rows(lines), taking)
         stats = job.stats
         report = build_report(
             stats,
@@ -189,10 +190,10 @@ def _run(
 def _read_rows(source: str) -> Iterator[Row]:
     """The rows of a file, from the first on."""
     from moelora.jobs.reader import open_rows
-    from moelora.jobs.rows import parse_rows
+    from moelora.jobs.rows import read_rows
 
     with open_rows(source) as lines:
-        yield from parse_rows(lines)
+        yield from read_rows(lines)
 
 
 def _load_engine(options: dict[str, Any], adapters: dict[str, Path], progress: Progress) -> Any:

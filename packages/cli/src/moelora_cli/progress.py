@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from moelora.wording import counted
+from moelora.wording import counted, duration
 
 if TYPE_CHECKING:
     from moelora.jobs.stats import JobStats
@@ -33,6 +33,7 @@ class Progress:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=terminal)
         self._live = not quiet and terminal
         self._status: Any = None
+        self._total: int | None = None
         self._start = self._last = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -61,6 +62,10 @@ class Progress:
         """Scoring starts now, or has at `since`, of `time.monotonic`: rates count from there."""
         self._start = self._last = time.monotonic() if since is None else since
 
+    def expect(self, total: int | None) -> None:
+        """What `JobStats.input_done` comes to in the end; None if nobody can know."""
+        self._total = total
+
     def counts(self, stats: JobStats, earlier: JobStats) -> None:
         """The numbers so far; shown at most every five seconds unless on a terminal.
 
@@ -73,13 +78,23 @@ class Progress:
             return
         self._last = now
         rate = (stats.tokens - earlier.tokens) / max(now - self._start, 1e-9)
-        text = f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}, {rate:,.0f} tokens/s"
+        text = self._share_done(stats.input_done, earlier.input_done, now - self._start)
+        text += f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}, {rate:,.0f} tokens/s"
         if stats.error_rows:
             text += f", {counted(stats.error_rows, 'error')}"
         if self._live:
             self._status.update(self._text(text))
         else:
             self.say(text)
+
+    def _share_done(self, done: int, earlier: int, seconds: float) -> str:
+        """How far the input is done, and when it will be if the rest goes as fast as what was not done earlier."""
+        if not self._total:
+            return ""
+        text = f"{100 * min(done, self._total) // self._total} %"
+        if done > earlier:
+            text += f", about {duration(max(self._total - done, 0) * seconds / (done - earlier))} left"
+        return text + ": "
 
     def part_written(self, stats: JobStats, earlier: JobStats) -> None:
         """What was counted until now will stand, whatever becomes of this process."""
@@ -133,7 +148,7 @@ class WorkerProgress(Progress):
 
 def _own_counts(stats: JobStats, earlier: JobStats) -> dict[str, int]:
     """What this process has scored itself."""
-    names = ("output_rows", "error_rows", "tokens")
+    names = ("output_rows", "error_rows", "tokens", "input_done")
     return {name: getattr(stats, name) - getattr(earlier, name) for name in names}
 
 

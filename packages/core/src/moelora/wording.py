@@ -4,3 +4,11 @@
 def counted(number: int, noun: str) -> str:
     """The number with its noun, whose plural ends in s: "1 part", "2,048 parts"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter: "40 s", "12 min", "27 h 10 min"."""
+    if round(seconds) < 60:
+        return f"{round(seconds)} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -35,8 +35,10 @@ class ParquetReader:
     """Reads one Parquet file, once, from front to back, as `(row number from 1, the row as JSON)`.
 
     Rows of columns that hold nothing but what JSON has come as objects, without the way through text. Null columns are
-    left out, as absent keys are. Raises `InputError` for what is no Parquet file or has no row, and
-    for values that JSON cannot hold, naming the column.
+    left out, as absent keys are. Raises `InputError` for what is no Parquet file or has no row, and for values that
+    JSON cannot hold, naming the column.
+
+    total: rows of the file; position: the number of the one that was given last.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -51,7 +53,9 @@ class ParquetReader:
             raise InputError(f"input {source} does not exist") from None
         except (OSError, pyarrow.ArrowException) as error:
             raise InputError(f"input {source} is no readable Parquet file: {_first_line(error)}") from None
-        if self._file.metadata.num_rows == 0:
+        self.total: int | None = self._file.metadata.num_rows
+        self.position = 0
+        if self.total == 0:
             raise InputError(f"input {source} has no rows")
         self._check_columns()
 
@@ -71,13 +75,12 @@ class ParquetReader:
     def __iter__(self) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
         names = self._file.schema_arrow.names
         plain = all(map(_is_plain, self._file.schema_arrow.types))
-        number = 0
         for batch in self._file.iter_batches(batch_size=_BATCH_ROWS):
             columns, utf8 = self._columns(batch)
             for values in zip(*columns, strict=True):
-                number += 1
+                self.position += 1
                 row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-                yield number, row if plain and utf8 else self._encode(number, row)
+                yield self.position, row if plain and utf8 else self._encode(self.position, row)
 
     def _columns(self, batch: Any) -> tuple[list[list[Any]], bool]:
         """The values by column, and whether all text is UTF-8; bytes that are not stay in it, for its row to answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -49,6 +51,9 @@ class LineReader:
     anything expensive starts. Iterating gives `(line number from 1, bytes without the line end)`, blank lines left out.
     Lines end at LF alone: U+2028 and a lone CR inside a string stay where they are. A CR before the LF is dropped.
 
+    total: bytes of the file, None for what can be read only once; position: how many of them lie up to the end of the
+    line that was given last.
+
     `source` is a path, or "-" for standard input. Raises `InputError` if it is missing, no file, of another format, not
     readable or without a single row.
     """
@@ -57,6 +62,8 @@ class LineReader:
         self.name = "standard input" if str(source) == "-" else str(source)
         self._owned = str(source) != "-"
         self._file = _open(source)
+        self.total = _size(self._file) if self._owned else None
+        self.position = 0
         try:
             head, self._first = self._skip_blank()
             for magic, kind in _MAGIC.items():
@@ -84,6 +91,7 @@ class LineReader:
     def _numbered(self) -> Iterator[tuple[int, bytes]]:
         try:
             for number, raw in enumerate(self._file, 1):
+                self.position += len(raw)
                 yield number, raw.removesuffix(b"\n").removesuffix(b"\r")
         except OSError as error:
             raise InputError(f"input {self.name} cannot be read: {error.strerror or error}") from error
@@ -104,6 +112,11 @@ class LineReader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _size(file: BinaryIO) -> int | None:
+    facts = os.fstat(file.fileno())
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
 
 
 def _open(source: str | Path) -> BinaryIO:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from moelora.errors import RequestError
 from moelora.jobs.claims import IdClaims
@@ -24,13 +24,14 @@ MAX_DEPTH = 100
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that would double the time to make one, and there are millions
 class Row:
-    """One line of the input. Nobody changes one.
+    """One line of the input. Once read, nobody changes it.
 
     line: its number in the file, from 1, blank lines counted. id: as given, else the line number.
     Exactly one of `prompt`, `prompt_token_ids`, `messages` is set unless `error` is.
     adapters: the names as given (may hold "*" and "__base__"), or None to take the run's default.
     At most one of `choices` and `choices_token_ids` is not empty. metadata: any JSON, echoed.
     error: None, or why the row cannot be scored.
+    size: what the row takes of its reader's `total`, blank lines before it included; 0 if there is no such reader.
     """
 
     line: int
@@ -43,11 +44,32 @@ class Row:
     choices_token_ids: tuple[tuple[int, ...], ...] = ()
     metadata: Any = None
     error: str | None = None
+    size: int = 0
 
     @property
     def has_choices(self) -> bool:
         """True if the row asks for the scores of choices."""
         return bool(self.choices or self.choices_token_ids)
+
+
+class Reader(Protocol):
+    """What numbered lines come from: `LineReader` and `ParquetReader`."""
+
+    position: int
+    """How much of the input was read with the line that was given last."""
+
+    def __iter__(self) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+        """The lines, each read when it is asked for."""
+        ...
+
+
+def read_rows(reader: Reader) -> Iterator[Row]:
+    """The rows of an input, as `parse_rows` makes them, with their `size`."""
+    before = 0
+    for row in parse_rows(reader):
+        row.size = reader.position - before
+        before = reader.position
+        yield row
 
 
 def parse_rows(lines: Iterable[tuple[int, bytes | dict[str, Any]]]) -> Iterator[Row]:

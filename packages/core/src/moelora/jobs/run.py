@@ -190,6 +190,7 @@ class PrefillJob:
             for place, unit in enumerate(units):
                 if unit.error is not None:
                     self.stats.count_line(unit.error)
+                    self.stats.count_input(row.size, place, len(units))
                     pending.lines[place] = encode_row(error_row(row, unit.adapter, unit.encoded, unit.error))
                     continue
                 self._waiting[number] = (pending, place, unit)
@@ -241,6 +242,7 @@ class PrefillJob:
             row = finite_row(row, where=f"line {unit.row.line}: ")
             line = encode_row(row)
         self.stats.count_line(row["error"])
+        self.stats.count_input(unit.row.size, place, len(pending.lines))
         self._count_cut(unit.encoded)
         self.stats.requests += 1
         self.stats.tokens += len(unit.encoded.token_ids) + sum(map(len, unit.encoded.choices))

@@ -38,6 +38,7 @@ class TwinCount:
 class JobStats:
     """What a job has done so far. rows: input rows read. output_rows: lines written; error_rows: those with an error.
 
+    input_done: how much of the input the lines written stand for, as `Row.size` counts.
     requests: sequences scored. tokens: their tokens, choices included. truncated_rows: output rows that were cut.
     twins: by adapter, on the rows that were scored under the base too.
     """
@@ -45,6 +46,7 @@ class JobStats:
     rows: int = 0
     output_rows: int = 0
     error_rows: int = 0
+    input_done: int = 0
     requests: int = 0
     tokens: int = 0
     truncated_rows: int = 0
@@ -58,6 +60,10 @@ class JobStats:
         if error is not None:
             self.error_rows += 1
             self._note_errors([error])
+
+    def count_input(self, size: int, place: int, lines: int) -> None:
+        """Line `place` of the `lines` of a row is done: its part of the row's `size`, to which they add up."""
+        self.input_done += size * (place + 1) // lines - size * place // lines
 
     def compare(self, results: Mapping[str, Result]) -> None:
         """The results of one row by adapter."""

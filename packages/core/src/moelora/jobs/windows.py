@@ -48,24 +48,51 @@ def windows(rows: Iterable[Row], size: int, requests_of: Callable[[Row], int]) -
         yield number, window
 
 
+class ShardSize:
+    """How much of an input falls to one shard: what its windows took as far as they are known, the rest by their mean.
+
+    total: of the input, as `Row.size` counts. mine: whether a window is one of the shard's.
+    """
+
+    def __init__(self, total: int, mine: Callable[[int], bool]) -> None:
+        self._total, self._mine = total, mine
+        self._read = self._own = self._windows = 0
+
+    def add(self, number: int, window: Iterable[Row]) -> None:
+        """The next window, of whichever shard."""
+        size = sum(row.size for row in window)
+        self._windows = number + 1
+        self._read += size
+        self._own += size if self._mine(number) else 0
+
+    def expected(self) -> int:
+        """What the shard will have scored in the end, if windows go on as they were."""
+        mean = max(self._read // self._windows, 1)
+        starts = enumerate(range(self._read, self._total, mean), self._windows)
+        return self._own + sum(min(mean, self._total - start) for number, start in starts if self._mine(number))
+
+
 def run_into_parts(
     job: PrefillJob,
     read: Callable[[], Iterable[Row]],
     size: int,
     store: PartStore,
     on_part: Callable[[JobStats, JobStats], None] = lambda stats, earlier: None,
+    on_window: Callable[[int, list[Row]], None] = lambda number, window: None,
 ) -> int:
     """Scores every window of `size` requests of this shard that has no part yet. Returns how many the input has.
 
     `read` gives the rows from the first on. The counts of parts that were there already are added to `job.stats`. A
     worker passes over windows that others have claimed, and comes back for those whose worker died. `on_part` gets
-    `job.stats` and `job.earlier` behind every part that this process has written.
+    `job.stats` and `job.earlier` behind every part that this process has written; `on_window` each window of the input,
+    of any shard, when it has been read.
     """
     seen: set[int] = set()
     while True:
         count, claimed = 0, 0
         for number, window in windows(read(), size, job.requests_of):
             count = number + 1
+            on_window(number, window)
             if not store.mine(number) or number in seen:
                 continue
             with store.claim(number) as may_score:
