@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow", reason="Parquet is an extra")
 import pyarrow as pa
+import pyarrow.compute
 from pyarrow import parquet
 
 from fake_engine import FakeEngine
@@ -55,6 +56,53 @@ def test_both_formats_hold_the_same_rows(tmp_path):
             present["choices"] = [{k: c[k] for k in d} for c, d in zip(row["choices"], line["choices"], strict=True)]
         assert present == line
         assert all(row[key] is None for key in row.keys() - line.keys())
+
+
+METADATA = [
+    {"kind": "x", "n": [1, 2.5, None, True], "text": 'a "quoted" é\u2028'},
+    [{"a": {}}],
+    "plain text",
+    "",
+    '{"looks": "like JSON"}',
+    '"quoted"',
+    "123",
+    "null",
+    123,
+    0.1,
+    True,
+    None,
+    10**30,
+]
+
+
+@pytest.mark.parametrize("encoded", [False, True], ids=["text", "dictionary"])
+def test_metadata_of_an_output_are_the_same_as_an_input_however_often(tmp_path, encoded):
+    """No layer of quotes per run: text in the column is JSON, as the output has it."""
+    rows = [{"id": f"r{i}", "prompt_token_ids": [20 + i], "metadata": value} for i, value in enumerate(METADATA)]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = tmp_path / "0.jsonl"
+    for turn in range(3):
+        score(source, tmp_path / "out.parquet")
+        written = parquet.read_table(tmp_path / "out.parquet").filter(pa.compute.field("adapter") == "A")
+        told = written.column("metadata").to_pylist()
+        assert [None if text is None else json.loads(text) for text in told] == METADATA
+        metadata = written.column("metadata").combine_chunks()
+        prompts = [[20 + i] for i in range(len(METADATA))]
+        source = tmp_path / f"{turn}.parquet"
+        columns = {"id": written.column("id"), "prompt_token_ids": prompts}
+        columns["metadata"] = metadata.dictionary_encode() if encoded else metadata
+        parquet.write_table(pa.table(columns), source)
+    score(source, tmp_path / "out.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["metadata"] for line in lines if line["adapter"] == "A"] == METADATA
+
+
+def test_metadata_that_are_no_json_are_their_own_text(tmp_path):
+    texts = ["plain", "NaN", "1e999", '{"a": 1, "a": 2}', "{", "[" * 100_000, None, " "]
+    parquet.write_table(pa.table({"prompt": ["a"] * len(texts), "metadata": texts}), tmp_path / "in.parquet")
+    with ParquetReader(tmp_path / "in.parquet") as reader:
+        rows = list(parse_rows(reader))
+    assert [(row.error, row.metadata) for row in rows] == [(None, text) for text in texts]
 
 
 def test_of_a_file_the_rows_are_what_is_to_be_done(tmp_path):

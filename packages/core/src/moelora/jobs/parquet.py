@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from moelora.errors import ConfigError, InputError, named
+from moelora.jobs.rows import json_or_text
 
 ENDING = ".parquet"
 _BATCH_ROWS = 1024
@@ -35,8 +36,9 @@ class ParquetReader:
     """Reads one Parquet file, once, from front to back, as `(row number from 1, the row as JSON)`.
 
     Rows of columns that hold nothing but what JSON has come as objects, without the way through text. Null columns are
-    left out, as absent keys are. Raises `InputError` for what is no Parquet file or has no row, and for values that
-    JSON cannot hold, naming the column.
+    left out, as absent keys are. Text in the column `metadata` is read as JSON if it is that, since `ParquetSink`
+    writes it so, and each run after another would quote it once more. Raises `InputError` for what is no Parquet file
+    or has no row, and for values that JSON cannot hold, naming the column.
 
     total: rows of the file; position: the number of the one that was given last.
     """
@@ -87,13 +89,16 @@ class ParquetReader:
         columns, utf8 = [], True
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:
-                columns.append(_values(column))
+                values = _values(column)
             except UnicodeDecodeError as error:
                 if not _is_text(column.type):
                     raise InputError(f"input {self.name}: column {name!r} holds text that is not UTF-8") from error
                 raw = column.cast("binary").to_pylist()
-                columns.append([None if one is None else one.decode("utf-8", "surrogateescape") for one in raw])
+                values = [None if one is None else one.decode("utf-8", "surrogateescape") for one in raw]
                 utf8 = False
+            if name == "metadata":
+                values = [json_or_text(one) if isinstance(one, str) else one for one in values]
+            columns.append(values)
         return columns, utf8
 
     def _encode(self, number: int, row: dict[str, Any]) -> bytes:

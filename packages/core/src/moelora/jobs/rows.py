@@ -161,6 +161,14 @@ def _finite_float(text: str) -> float:
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
+def json_or_text(text: str) -> Any:
+    """The value that `text` is the JSON of, by the same strict rules; `text` itself if it is no JSON."""
+    try:
+        return _DECODER.decode(text)
+    except (RequestError, ValueError, RecursionError):
+        return text
+
+
 def _id(record: dict[str, Any]) -> str | int | None:
     key, value = "id", record.get("id")
     custom = record.get("custom_id")
