@@ -71,6 +71,22 @@ def test_an_adapter_with_its_model(model: Path, tmp_path: Path, capsys: pytest.C
     assert facts["refused"] == []
 
 
+def test_an_adapter_says_what_it_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    named = make_adapter(tmp_path / "named", base_model_name_or_path="org/base-30b", peft_version="0.18.0")
+    facts = json.loads(inspect(capsys, named, "--json")[1])
+    assert (facts["base_model"], facts["peft_version"]) == ("org/base-30b", "0.18.0")
+    lines = [line.split() for line in inspect(capsys, named)[1].splitlines()]
+    assert ["base_model", "org/base-30b"] in lines
+    assert ["peft_version", "0.18.0"] in lines
+    for number, given in enumerate(({}, {"base_model_name_or_path": None}, {"base_model_name_or_path": ""})):
+        unnamed = make_adapter(tmp_path / str(number), **given)
+        facts = json.loads(inspect(capsys, unnamed, "--json")[1])
+        assert (facts["base_model"], facts["peft_version"]) == (None, None)
+        assert "base_model" not in inspect(capsys, unnamed)[1]
+    (tmp_path / "empty").mkdir()
+    assert json.loads(inspect(capsys, tmp_path / "empty", "--json")[1])["base_model"] is None
+
+
 def test_layers_that_are_alike_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = inspect(capsys, make_adapter(tmp_path / "a"))
     assert code == 0

@@ -70,6 +70,8 @@ def adapter_facts(folder: Path, model: str | None, lora_b_layout: str | None) ->
     return {
         "adapter": str(folder),
         "model": model,
+        "base_model": found.config and found.config.base_model,
+        "peft_version": found.config and found.config.peft_version,
         "layouts": list(found.layouts),
         "max_rank": found.max_rank,
         "tensors": found.num_tensors,

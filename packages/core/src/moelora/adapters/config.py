@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -61,6 +61,8 @@ class AdapterConfig:
     r and lora_alpha: the defaults of all modules; 0 and NaN when `refusals` says that they are missing or bad.
     rank_pattern, alpha_pattern: compiled patterns in the file's order. target_parameters: names or dotted suffixes of
     parameters that were wrapped. modules_to_save: names of fully trained modules. peft_version: None before 0.18.
+    base_model: what the adapter says it was trained on, for people; None if it says nothing. Adapters of one plan may
+    differ in it.
     lora_b_layout: "rank_major", "grouped_by_expert" or None. notes: fields that were read and ignored, and why.
     refusals: reasons why the adapter cannot be used; the loader raises if there is any.
     """
@@ -74,6 +76,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     ensure_weight_tying: bool = False
     peft_version: str | None = None
+    base_model: str | None = field(default=None, compare=False)
     lora_b_layout: str | None = None
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
@@ -157,6 +160,7 @@ def parse_config(raw: Mapping[str, Any]) -> AdapterConfig:
         modules_to_save=fields.strings("modules_to_save"),
         ensure_weight_tying=fields.flag("ensure_weight_tying"),
         peft_version=fields.text("peft_version", None),
+        base_model=str(raw.get("base_model_name_or_path") or "") or None,
         lora_b_layout=fields.text("lora_B_layout", LORA_B_LAYOUTS),
     )
     fields.unknown()
