@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
+from moelora.checks import check_request
 from moelora.errors import AdapterError
 from moelora.types import BASE_ADAPTER, ChoiceScore, GraphMode, Request, Result, RunMode, TokenScore
 
@@ -93,11 +94,10 @@ class FakeEngine:
             on_event("loaded [bold]nothing[/bold]")
 
     def check(self, request: Request) -> str | None:
-        """Refuses token ids outside the vocabulary."""
-        for token in (*request.token_ids, *(t for choice in request.choices for t in choice)):
-            if not 0 <= token < self.vocab_size:
-                return f"token id {token} is outside the vocabulary [0, {self.vocab_size})"
-        return None
+        """As the real engine does."""
+        return check_request(
+            request, adapters=self.adapter_names, vocab_size=self.vocab_size, max_positions=self.max_positions
+        )
 
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
         """Windows of requests, each answered backwards."""

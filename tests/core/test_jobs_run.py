@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from core.tiny_tokenizers import byte_level
 from fake_engine import MAX_POSITIONS, VOCAB_SIZE, FakeEngine, logprob, path_logprobs
 from moelora.errors import ConfigError
+from moelora.jobs.dry import DryScorer
 from moelora.jobs.metrics import encode_metrics
 from moelora.jobs.report import build_report, encode_report, summary
 from moelora.jobs.rows import parse_rows
@@ -321,6 +322,19 @@ def test_a_dry_run_shows_ids_and_errors():
     assert out[0]["choices"] == [{"text": " C", "token_ids": tokenizer(" C", add_special_tokens=False)["input_ids"]}]
     assert [row["error"] is None for row in out] == [True, False, False]
     assert stats.error_rows == 2
+
+
+def test_a_dry_run_refuses_what_a_run_refuses():
+    records = [ids(1, adapter=["A", "B"]), ids(VOCAB_SIZE), ids(-1), ids(1, choices_token_ids=[[2], [VOCAB_SIZE + 5]])]
+    records += [ids(*range(MAX_POSITIONS + 1)), ids(1, 2)]
+    scorer = DryScorer(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, adapter_names=["A"])
+    sink = Lines()
+    rows = parse_rows((i, json.dumps(r).encode()) for i, r in enumerate(records, 1))
+    PrefillJob(scorer, NO_TEXT, JobOptions()).dry_run(rows, sink)
+    errors = [json.loads(line)["error"] for line in sink.lines]
+    assert errors == [row["error"] for row in run(records, names=("A",))[0]]
+    assert [error is None for error in errors] == [True, False, False, False, False, False, True]
+    assert errors[1] == "line 1: unknown adapter 'B'. Valid: A, __base__"
 
 
 # Report and metrics.

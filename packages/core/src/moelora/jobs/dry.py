@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moelora.checks import check_request
 from moelora.errors import CheckpointError
 from moelora.models.checkpoint import find_model_folder
 from moelora.types import Request, Result
@@ -20,11 +21,10 @@ class DryScorer:
     adapter_names: list[str]
 
     def check(self, request: Request) -> str | None:
-        """The first token id outside the vocabulary, as a sentence, or None."""
-        for token_id in (*request.token_ids, *(token for choice in request.choices for token in choice)):
-            if not 0 <= token_id < self.vocab_size:
-                return f"token id {token_id} is outside the vocabulary [0, {self.vocab_size})"
-        return None
+        """Why the request cannot be scored, or None."""
+        return check_request(
+            request, adapters=self.adapter_names, vocab_size=self.vocab_size, max_positions=self.max_positions
+        )
 
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
         """Not available."""

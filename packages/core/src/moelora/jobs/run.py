@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from moelora.checks import unknown_adapter
 from moelora.errors import ConfigError, RequestError, choose_from
 from moelora.jobs.outputs import dry_row, error_row, result_row
 from moelora.jobs.rows import Row
@@ -222,14 +221,9 @@ class PrefillJob:
             error = f"line {row.line}: {problem}"
         for adapter in adapters:
             unit = _Unit(row, adapter, encoded, error)
-            if error is None and (reason := self._check(adapter, unit)) is not None:
+            if error is None and (reason := self._engine.check(unit.request(self._options.top_k))) is not None:
                 unit = replace(unit, error=f"line {row.line}: {reason}")
             yield unit
-
-    def _check(self, adapter: str, unit: _Unit) -> str | None:
-        if adapter != BASE_ADAPTER and adapter not in self._engine.adapter_names:
-            return unknown_adapter(adapter, self._engine.adapter_names)
-        return self._engine.check(unit.request(self._options.top_k))
 
     def _finish(self, pending: _Pending, place: int, unit: _Unit, result: Result) -> None:
         assert unit.encoded is not None
