@@ -237,7 +237,7 @@ def test_threads_take_turns(world, engine):
 
 
 def test_an_engine_uses_no_rotary_function_of_another_and_plain_models_none(world, monkeypatch):
-    import moelora.models.substitutes as substitutes
+    from moelora.models import rotary
 
     plain = make_model("qwen3_moe", seed=3)
     ids = prompt(6)
@@ -245,8 +245,8 @@ def test_an_engine_uses_no_rotary_function_of_another_and_plain_models_none(worl
     fused = make_engine(world, names=["r8"], backend="triton", max_tokens=16)
     reference = make_engine(world, names=["r8"], backend="torch", max_tokens=16)
     calls = []
-    original = substitutes._rotate
-    monkeypatch.setattr(substitutes, "_rotate", lambda *given, **how: calls.append(1) or original(*given, **how))
+    original = rotary.rotate
+    monkeypatch.setattr(rotary, "rotate", lambda *given, **how: calls.append(1) or original(*given, **how))
     (one,) = reference.score([Request(token_ids=ids, adapter="r8")])
     assert torch.equal(reference_logprobs(plain, ids), want)
     assert not calls

@@ -7,7 +7,7 @@ import torch
 
 from kernels.dense_common import make_bank, relative_error, run_tiles, sorted_tiles
 from moelora.backends import get_backend
-from moelora.backends.base import DenseSlots
+from moelora.backends.base import DenseSlots, HeadNorms
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
@@ -205,6 +205,12 @@ def test_norm_rotary_activation(dtype):
         q, k = heads.clone(), heads[:, :4].clone()
         rotary(q, k, cos, sin, layout=layout, inplace=True)
         assert torch.equal(q, turned), layout
+    for pairs in (64, 32):  # all of a head, and half of it
+        norms = HeadNorms(q_weight_D=head_weight, k_weight_D=head_weight, eps=1e-6, variant="model")
+        normed, angles = rms_norm(heads, head_weight, 1e-6)[0], (cos[:, :pairs], sin[:, :pairs])
+        q, k = rotary(heads, heads[:, :4], *angles, norms=norms)
+        assert torch.equal(q, rotary(normed, normed[:, :4], *angles)[0]), "the bits of two kernels"
+        assert torch.equal(k, q[:, :4])
     for kind in KINDS:
         gate, up = split_gate_up(draw(999, 1536, dtype=dtype, seed=7) * 3, interleaved=kind == "gpt_oss")
         error = relative_error(gated_activation(gate, up, kind=kind), naive_gated_activation(gate, up, kind=kind))

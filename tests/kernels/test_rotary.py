@@ -1,14 +1,19 @@
 """Rotary embedding against the naive truth and the transformers functions whose layouts it takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, Guarded, randn, relative_error
+from moelora.backends.base import HeadNorms
 from moelora.errors import ConfigError
-from moelora.models.substitutes import _rotate, _times_of_angles
+from moelora.models.rotary import rotate, times_of_angles
+from moelora.models.substitutes import _agree
 from moelora_kernels.fused import TritonOps
+from moelora_kernels.ops.rms_norm import VARIANTS, rms_norm
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 
 
@@ -59,6 +64,23 @@ def test_any_shape_inside_its_buffer(tokens, heads_q, heads_k, pairs, rest, layo
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("size", "pairs"), [(16, 8), (20, 6)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_norms_of_heads_have_the_bits_of_two_kernels(device, dtype, variant, size, pairs, inplace):
+    q, k, cos, sin = inputs(3, 5, 2, size, pairs, dtype, device)
+    q = torch.cat([q, torch.full_like(q, torch.nan)], 1)[:, :5]  # rows apart, poison between them
+    weights = [randn(size, seed=seed, dtype=dtype, device=device) for seed in (4, 5)]
+    norms = HeadNorms(q_weight_D=weights[0], k_weight_D=weights[1], eps=1e-5, variant=variant)
+    normed = [rms_norm(x, w, 1e-5, variant=variant)[0] for x, w in zip((q, k), weights, strict=True)]
+    want = rotary(*normed, cos, sin)
+    got = rotary(q, k, cos, sin, norms=norms, inplace=inplace)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_heads_before_tokens(device):
     q, k, cos, sin = inputs(4, 3, 2, 12, 6, torch.float32, device)
     laid = q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -92,6 +114,17 @@ def test_refusals():
         rotary(q[..., :8], k[..., :8], cos, sin)
 
 
+def test_norms_of_heads_that_are_refused():
+    q, k, cos, sin = inputs(2, 2, 1, 12, 6, torch.float32, DEVICES[0])
+    norms = HeadNorms(q_weight_D=q[0, 0], k_weight_D=q[0, 1], eps=1e-5, variant="model")
+    with pytest.raises(ConfigError, match=r"RMSNorm variant 'wide'"):
+        rotary(q, k, cos, sin, norms=replace(norms, variant="wide"))
+    with pytest.raises(ConfigError, match="several dtypes"):
+        rotary(q, k, cos, sin, norms=replace(norms, k_weight_D=q[0, 1].half()))
+    with pytest.raises(ConfigError, match="norms of heads with layout 'interleaved'"):
+        rotary(q, k, cos, sin, layout="interleaved", norms=norms)
+
+
 @pytest.mark.parametrize(("module", "times"), [("qwen3_moe", 2), ("mixtral", 2), ("gpt_oss", 1), ("glm4", 0)])
 def test_functions_of_transformers_whose_place_the_kernel_takes(module, times):
     """By how often an angle stands in cos and sin; 0: the function pairs elements otherwise, and stays."""
@@ -101,10 +134,10 @@ def test_functions_of_transformers_whose_place_the_kernel_takes(module, times):
         return randn(*shape, seed=sum(shape), device=DEVICES[0])
 
     with torch.inference_mode():
-        assert _times_of_angles(modeling.apply_rotary_pos_emb, TritonOps(), draw) == times
+        assert times_of_angles(modeling.apply_rotary_pos_emb, TritonOps(), draw, _agree) == times
         if times:
             q, k, half = draw(1, 4, 5, 12), draw(1, 2, 5, 12), draw(1, 5, 6)
             cos, sin = torch.cat([half] * times, -1), torch.cat([half.cos()] * times, -1)
             want = modeling.apply_rotary_pos_emb(q, k, cos, sin)
-            for one, other in zip(_rotate(TritonOps(), q, k, cos, sin, times=times), want, strict=True):
+            for one, other in zip(rotate(TritonOps(), q, k, cos, sin, times=times), want, strict=True):
                 torch.testing.assert_close(one, other)

@@ -132,6 +132,7 @@ class PrefillEngine:
             layout=self._bank.layout,
             capacity=self._capacity,
             max_positions=self._max_positions,
+            substitutes=self._substitutes,
         )
         self._settle_attention(say)
         if self._device.type == "cuda":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from moelora.adapters.bank import BankLayout
@@ -13,6 +15,9 @@ from moelora.graphs.eager import EagerRunner
 from moelora.models.base_model import BaseModel
 from moelora.models.lora import InstalledLora
 from moelora.models.projections import Projections
+from moelora.models.residual_sums import ResidualSums, seeing_residual_sums
+from moelora.models.rotary import NormsBeforeRotary, seeing_norms_before_rotary
+from moelora.models.substitutes import Substitutes
 from moelora.scoring.head import ScoringHead
 from moelora.types import BASE_ADAPTER, BASE_SLOT
 
@@ -21,6 +26,9 @@ _PROBE_TOKENS = 149
 
 Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
 """
+
+_MODEL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError)
+"""What a model's code raises where it cannot run."""
 
 _AGREES = 1e-2
 """Of the norm of what a body gives: kernels may be others where rows lie apart, and round otherwise."""
@@ -35,20 +43,24 @@ def check_installed(
     layout: BankLayout,
     capacity: PrefillCapacity,
     max_positions: int | None,
+    substitutes: Substitutes,
 ) -> None:
     """Runs one batch of base rows, and others of them where something is to be found out: see the functions below.
 
     max_positions: as `PrefillEngine.max_positions`. `installed` counts calls, and stops checking after this.
+    substitutes: takes in what turns out to be possible together.
 
     Raises:
         CheckpointError: If the model does not run.
         AdapterError: If the model does not call a target, or calls it with what is no row per token.
     """
     length = _prime(min(_PROBE_TOKENS, capacity.max_tokens, max_positions or _PROBE_TOKENS))
-    hidden_TH = _try_alone(base, runner, head, length)
+    with seeing_residual_sums(base.body) as sums, seeing_norms_before_rotary(base.body) as norms:
+        hidden_TH = _try_alone(base, runner, head, length)
     installed.check_calls()
     projections = installed.projections
     projections.rows_apart = projections.any_joined and _reads_rows_apart(projections, base, runner, hidden_TH)
+    _switch_on_what_is_equal([*sums, *norms], substitutes, base, runner, length)
     depends_on_others = bool(base.functions) or bool(layout.replaced)
     if depends_on_others and capacity.max_requests > 1 and capacity.max_tokens > 1:
         _try_together(base, runner, _prime(min(_PROBE_TOKENS, capacity.max_tokens)))
@@ -65,7 +77,7 @@ def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: 
         head.recognise(hidden_TH[-2:])
     except torch.OutOfMemoryError:
         raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+    except _MODEL_ERRORS as error:
         model_type, dtype = base.architecture.model_type, str(base.dtype).removeprefix("torch.")
         raise CheckpointError(
             f"moelora cannot run {model_type} in {dtype} ({type(error).__name__}: {error})"
@@ -88,8 +100,37 @@ def _reads_rows_apart(
     return bool((hidden_TH - expected_TH).norm() <= _AGREES * expected_TH.norm())
 
 
-def _run_alone(base: BaseModel, runner: EagerRunner, length: int) -> torch.Tensor:
-    return runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
+@torch.inference_mode()
+def _switch_on_what_is_equal(
+    fusions: Iterable[ResidualSums | NormsBeforeRotary],
+    substitutes: Substitutes,
+    base: BaseModel,
+    runner: EagerRunner,
+    length: int,
+) -> None:
+    """Keeps on those of `fusions` with which the model gives the same, bit for bit, as without them."""
+    expected_TH = None
+    for fusion in fusions:
+        labels = fusion.labels
+        if not labels:
+            continue
+        if expected_TH is None:
+            expected_TH = _run_alone(base, runner, length, distinct=True)
+        fusion.switch(True)
+        try:
+            equal = torch.equal(_run_alone(base, runner, length, distinct=True), expected_TH)
+        except torch.OutOfMemoryError:
+            raise
+        except _MODEL_ERRORS:
+            equal = False
+        fusion.switch(equal)
+        (substitutes.used if equal else substitutes.kept).update(labels)
+
+
+def _run_alone(base: BaseModel, runner: EagerRunner, length: int, *, distinct: bool = False) -> torch.Tensor:
+    """What the body gives for one request; distinct: of tokens that are not all one."""
+    ids = tuple(i % base.text_config.vocab_size for i in range(length)) if distinct else (0,) * length
+    return runner.run(pack([_base_rows(ids)], {}, base.device)).hidden_TH
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from moelora.backends.base import HeadWeights, RowScores
+from moelora.backends.base import HeadNorms, HeadWeights, RowScores
 from moelora_kernels.launch import FLOAT_DTYPES
 from moelora_kernels.ops.gated_activation import gated_activation
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
@@ -22,10 +22,20 @@ class TritonOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
         return rms_norm(x, weight, eps, variant=variant)[0]
 
-    def rotary(
-        self, q_THD: torch.Tensor, k_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary(q_THD, k_THD, cos_TP, sin_TP)
+        return rms_norm(x, weight, eps, variant=variant, residual=residual)
+
+    def rotary(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        cos_TP: torch.Tensor,
+        sin_TP: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary(q_THD, k_THD, cos_TP, sin_TP, norms=norms)
 
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
         return gated_activation(gate_PI, up_PI, kind=kind)

@@ -169,6 +169,16 @@ class RowScores:
     top_logprobs_MK: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorms:
+    """RMSNorms over each head of queries and of keys. Weights `[D]`; eps and variant as in `FusedOps.rms_norm`."""
+
+    q_weight_D: torch.Tensor
+    k_weight_D: torch.Tensor
+    eps: float
+    variant: str
+
+
 class FusedOps(Protocol):
     """Small operations that a backend offers to the base model. A row's bits depend on the row alone.
 
@@ -178,10 +188,23 @@ class FusedOps(Protocol):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
         """RMSNorm over the last dimension. variant: "model", "float" or "one_plus", by where the weight multiplies."""
 
-    def rotary(
-        self, q_THD: torch.Tensor, k_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates pairs (i, i + P) of each head; elements from 2·P on are carried over."""
+        """(RMSNorm of the sum, x + residual rounded to their dtype), with the bits of the two operations."""
+
+    def rotary(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        cos_TP: torch.Tensor,
+        sin_TP: torch.Tensor,
+        norms: HeadNorms | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates pairs (i, i + P) of each head; elements from 2·P on are carried over.
+
+        norms: applied first, with the bits of `rms_norm`.
+        """
 
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
         """act(gate) · up. kind: "silu", "gelu_tanh" or "gelu"."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from moelora.backends.base import Backend, LoraMetadata
+    from moelora.models.norms import FusedNorm
     from moelora.types import PackedBatch
 
 
@@ -67,6 +68,26 @@ class GraphBreak(ABC):
         """
 
 
+@dataclass(slots=True)
+class Waiting:
+    """What one module of a forward left to the kernel of the next.
+
+    norms: heads `[1, T, H, D]` whose norm the rotary function applies, with that norm. summand: a tensor, and what is
+    still to be added to it.
+    """
+
+    norms: list[tuple[torch.Tensor, FusedNorm]] = field(default_factory=list)
+    summand: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def take_summand(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What is to be added to x, which then waits no more."""
+        if self.summand is None or self.summand[0] is not x:
+            return None
+        _, summand = self.summand
+        self.summand = None
+        return summand
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
     """What one forward needs besides its inputs.
@@ -78,6 +99,7 @@ class ForwardContext:
     meta: LoraMetadata
     segments: Segments | None
     graph_break: GraphBreak | None = None
+    waiting: Waiting = field(default_factory=Waiting)
 
     def alone(self, segments: Segments) -> list[tuple[slice, ForwardContext]]:
         """For each of `segments`: its rows, and the context of a forward that holds nothing else."""

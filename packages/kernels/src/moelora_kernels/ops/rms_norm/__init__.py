@@ -60,6 +60,7 @@ def rms_norm(
         rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2], residual_MW.stride(0),
         RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
         BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
+        enable_fp_fusion=False,  # as the rotary kernel, which norms heads by the same steps
     )  # fmt: skip
     return out, total
 

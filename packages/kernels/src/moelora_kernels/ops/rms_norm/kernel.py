@@ -11,6 +11,24 @@ import triton.language as tl
 
 
 @triton.jit
+def rms_scale(b_wide, W, eps):
+    """1 / sqrt(mean of squares + eps) of each row of an fp32 block, zeros behind its W columns."""
+    b_mean = tl.div_rn(tl.sum(b_wide * b_wide, axis=1), W * 1.0)
+    return tl.div_rn(1.0, tl.sqrt_rn(b_mean + eps))
+
+
+@triton.jit
+def weigh(b_normed, b_weight, dtype: tl.constexpr, VARIANT: tl.constexpr):
+    """The fp32 quotient times an fp32 weight, as VARIANT has it, in fp32 and still to be rounded to the dtype."""
+    if VARIANT == 1:
+        return b_normed.to(dtype).to(tl.float32) * b_weight
+    elif VARIANT == 2:
+        return b_normed * b_weight
+    else:
+        return b_normed * (1.0 + b_weight)
+
+
+@triton.jit
 def rms_norm_kernel(
     p_x, p_residual, p_weight, p_out, p_sum,
     rows, W, eps, inner, stride_group, stride_x, stride_residual,
@@ -34,15 +52,8 @@ def rms_norm_kernel(
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
         tl.store(p_sum + o_out, b_x, mask=m_mw)
     b_wide = b_x.to(tl.float32)
-    b_mean = tl.div_rn(tl.sum(b_wide * b_wide, axis=1), W * 1.0)
-    b_scale = tl.div_rn(1.0, tl.sqrt_rn(b_mean + eps))
-    b_normed = b_wide * b_scale[:, None]
+    b_normed = b_wide * rms_scale(b_wide, W, eps)[:, None]
     if VARIANT > 0:
         b_weight = tl.load(p_weight + o_w, mask=m_w, other=0.0).to(tl.float32)[None, :]
-        if VARIANT == 1:
-            b_normed = b_normed.to(dtype).to(tl.float32) * b_weight
-        elif VARIANT == 2:
-            b_normed = b_normed * b_weight
-        else:
-            b_normed = b_normed * (1.0 + b_weight)
+        b_normed = weigh(b_normed, b_weight, dtype, VARIANT)
     tl.store(p_out + o_out, b_normed.to(dtype), mask=m_mw)

@@ -1,0 +1,85 @@
+"""RMSNorms by the backend's kernel, which may take in the sum before it or leave itself to the rotary kernel behind it.
+
+Which of them may is found out by `residual_sums` and `rotary`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moelora.backends.base import FusedOps
+from moelora.models.context import current_context
+from moelora.models.weak_methods import weakly
+
+VARIANTS = ("model", "float", "one_plus")
+
+
+class FusedNorm:
+    """The forward of an RMSNorm with which the kernel agreed.
+
+    left_to_rotary: it returns its input as it is, and the rotary function norms what it is given.
+    """
+
+    def __init__(self, module: torch.nn.Module, ops: FusedOps, eps: float, variant: str) -> None:
+        self.weight = module.get_parameter("weight")
+        self.eps = eps
+        self.variant = variant
+        self.left_to_rotary = False
+        self._ops = ops
+        self._original = weakly(module.forward)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dtype is not self.weight.dtype:  # a model that keeps some of its layers in fp32
+            own: torch.Tensor = self._original(hidden_states)
+            return own
+        waiting = current_context().waiting
+        if self.left_to_rotary:
+            waiting.norms.append((hidden_states, self))
+            return hidden_states
+        return self.of_sum(hidden_states, waiting.take_summand(hidden_states))[0]
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x, at once."""
+        return self._ops.rms_norm(x, self.weight, self.eps, self.variant)
+
+    def of_sum(self, x: torch.Tensor, summand: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + summand, x + summand); without a summand of x alone."""
+        if summand is None:
+            return self.apply(x), x
+        return self._ops.add_rms_norm(x, summand, self.weight, self.eps, self.variant)
+
+
+def looks_like_rms_norm(module: torch.nn.Module) -> bool:
+    """By its name, and its one weight."""
+    weight = getattr(module, "weight", None)
+    return "RMSNorm" in type(module).__name__ and isinstance(weight, torch.nn.Parameter) and weight.ndim == 1
+
+
+def norm_form(
+    module: torch.nn.Module, ops: FusedOps, x: torch.Tensor, agree: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> tuple[float, str] | None:
+    """(eps, variant) with which the kernel gives what `module` gives for x `[1, rows, W]`; None if there is none."""
+    eps, weight = _eps(module), module.get_parameter("weight")
+    takes_more = len(inspect.signature(module.forward).parameters) > 1  # a gate
+    if eps is None or takes_more or weight.dtype != x.dtype:
+        return None
+    try:
+        own = module(x)
+        agreeing = [variant for variant in VARIANTS if agree(ops.rms_norm(x, weight, eps, variant), own)]
+    except Exception:  # not the norm that it looks like
+        return None
+    return (eps, agreeing[0]) if agreeing else None
+
+
+def fused_norm_of(module: Any) -> FusedNorm | None:
+    """What took the place of a module's forward, if nothing else did so after it."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, FusedNorm) else None
+
+
+def _eps(module: torch.nn.Module) -> float | None:
+    return next((float(getattr(module, n)) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
