@@ -12,7 +12,7 @@ import torch
 from dense_timing import floor_ms, report, require
 
 from moelora.capacity import csgmv_chunk_rows
-from moelora_kernels.metadata import RowBuffers, plan_sorted
+from moelora_kernels.metadata import RowBuffers, RowSizes, plan_sorted
 from moelora_kernels.ops.csgmv import naive_chunks, order_rows
 from moelora_kernels.ops.dense_lora import make_tile_list
 
@@ -33,7 +33,8 @@ def main() -> None:
         slots = torch.randint(-1, 8, (len(lengths),)).tolist()
         flat = [slot for slot in slots for _ in range(length)]
         perm, _ = naive_chunks(flat, rows)
-        buffers = RowBuffers(tiles=tokens, tokens=tokens, entries=tokens, permuted=True, device=torch.device("cuda"))
+        sizes = RowSizes(tokens=tokens, tiles=tokens, tile_rows=rows, permuted=True, entries=tokens)
+        buffers = RowBuffers(sizes, sizes.allocate(torch.device("cuda")))
 
         def packed(buffers=buffers, lengths=lengths, slots=slots, rows=rows) -> None:
             buffers.refresh(plan_sorted(lengths, slots, rows), lengths, slots)
@@ -46,7 +47,7 @@ def main() -> None:
 
         packed()
         loose()
-        require(buffers.perm_T.tolist() == perm == perm_N.tolist(), "csgmv")
+        require(buffers.tiles.perm_T.tolist() == perm == perm_N.tolist(), "csgmv")
         report(f"{len(lengths)} packed requests, {tokens} rows", wall_ms(packed), floor_ms(moved_bytes=8 * tokens))
         report(f"{tokens} loose rows", wall_ms(loose), floor_ms(moved_bytes=8 * tokens))
 

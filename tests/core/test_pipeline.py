@@ -8,7 +8,7 @@ import torch
 
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.batching import transfer
-from moelora.batching.packing import pack_with_rows
+from moelora.batching.packing import head_rows, pack
 from moelora.batching.sequences import NO_TARGET, PROMPT, ScoredRun, expand
 from moelora.batching.transfer import Fetch, send
 from moelora.pipeline import BatchPipeline
@@ -122,7 +122,8 @@ class TestPacking:
         """Every row points at the token before its target, in the sequence's own order."""
         draw = random.Random(seed)
         sequences = [s for i in range(draw.randint(1, 9)) for s in expand(i, random_request(draw))]
-        batch, rows = pack_with_rows(sequences, {"a": 3}, CPU)
+        batch = pack(sequences, {"a": 3}, CPU)
+        rows = head_rows(sequences, batch)
         packed = [token for s in sequences for token in s.token_ids]
         assert batch.input_ids_T.tolist() == packed
         assert batch.position_ids_T.tolist() == [i for s in sequences for i in range(s.num_tokens)]
@@ -146,8 +147,7 @@ class TestPacking:
     def test_no_rows_at_all(self):
         (sequence,) = expand(0, Request(token_ids=[1, 2]))
         bare = type(sequence)(request=0, adapter="a", token_ids=[1, 2], runs=(), top_k=0)
-        _, rows = pack_with_rows([bare], {"a": 0}, CPU)
-        assert rows.count == 0
+        assert head_rows([bare], pack([bare], {"a": 0}, CPU)).count == 0
 
     def test_one_object_for_all_tokens_of_a_prompt(self):
         (sequence,) = expand(0, Request(token_ids=list(range(100))))

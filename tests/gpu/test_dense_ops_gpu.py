@@ -153,7 +153,7 @@ def test_invariant_gemm(dtype):
 
 @pytest.mark.parametrize("lies", ["joined", "apart"])
 @pytest.mark.parametrize("name", ["triton", "csgmv"])
-def test_projections_of_a_large_batch(lies, name):
+def test_projections_of_a_large_batch(lies, name, monkeypatch):
     """q, k, v at real shapes, LoRA in the base product; a row's bits are those of the row in a batch of one request."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 150, (40,), generator=generator).tolist()
@@ -176,6 +176,7 @@ def test_projections_of_a_large_batch(lies, name):
         want = naive_lora_gemm(x_TK, weight, None, one, meta.token_slot_T)
         assert relative_error(out, want) < LIMIT[torch.bfloat16]
     starts = [sum(lengths[:i]) for i in range(40)]
+    monkeypatch.setattr(tiled, "RIDE_ROWS", 1)  # else so few rows would have no list of slots for it
     for i in (0, 7, 39):
         rows = slice(starts[i], starts[i] + lengths[i])
         alone = backend.prepare_batch(packed([lengths[i]], [slots[i]]), phase=Phase.PREFILL)

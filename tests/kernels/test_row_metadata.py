@@ -1,11 +1,12 @@
 """The plan of a packed batch on the host equals what the device cuts from its token→slot map."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, run_tiles, sorted_tiles
-from moelora_kernels.metadata import RowBuffers, order_by_slot, plan_runs, plan_sorted
+from moelora_kernels.metadata import RowBuffers, RowSizes, plan_runs, plan_sorted
 from moelora_kernels.ops.routes import RouteBuffers, order_tokens
 
 DEVICE = torch.device(DEVICES[0])
@@ -22,41 +23,57 @@ def test_plans_equal_what_the_device_cuts(requests, tile_rows):
         (plan_sorted(lengths, slots, tile_rows), sorted_tiles(flat, str(DEVICE), tile_rows)),
     ):
         count = int(rows.tiles.count_1)
-        assert plan.start_C.tolist() == rows.tiles.start_C[:count].tolist()
-        assert plan.rows_C.tolist() == rows.tiles.rows_C[:count].tolist()
-        assert plan.slot_C.tolist() == rows.tiles.slot_C[:count].tolist()
+        assert list(plan.start_C) == rows.tiles.start_C[:count].tolist()
+        assert list(plan.rows_C) == rows.tiles.rows_C[:count].tolist()
+        assert list(plan.slot_C) == rows.tiles.slot_C[:count].tolist()
         if plan.perm_T is not None:
             assert plan.perm_T.tolist() == rows.perm_T.tolist()
+
+
+def sizes_of(tokens=400, entries=30, permuted=False):
+    return RowSizes(tokens=tokens, tiles=50, tile_rows=16, permuted=permuted, entries=entries)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(requests=REQUESTS, padding=st.integers(0, 40))
 def test_the_order_by_slot_equals_what_the_device_makes(requests, padding):
     lengths, slots = [n for n, _ in requests], [s for _, s in requests]
-    live = sum(lengths)
-    bucket = live + padding
-    buffers = RowBuffers(tiles=50, tokens=400, entries=30, permuted=False, device=DEVICE)
+    bucket = sum(lengths) + padding
+    sizes = sizes_of(tokens=bucket)
+    buffers = RowBuffers(sizes, sizes.allocate(DEVICE))
     buffers.refresh(plan_runs(lengths, slots, 16), lengths, slots)
-    assert order_by_slot(lengths, slots).tolist() == buffers.order_T[:live].tolist()
     if bucket:
         routes = RouteBuffers(max_tokens=400, top_k=2, num_experts=4, num_slots=3, block_m=16, device=DEVICE)
-        made = order_tokens(buffers.token_slot_T[:bucket], buffers=routes, num_live=buffers.num_live_1)
-        assert buffers.order_T[:bucket].tolist() == made.tolist()
+        made = order_tokens(buffers.token_slot_T, buffers=routes, num_live=buffers.num_live_1)
+        assert buffers.order_T.tolist() == made.tolist()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(batches=st.lists(REQUESTS, min_size=2, max_size=4), permuted=st.booleans())
-def test_a_refresh_leaves_nothing_of_the_batch_before(batches, permuted):
-    buffers = RowBuffers(tiles=50, tokens=400, entries=30, permuted=permuted, device=DEVICE)
+@given(
+    batches=st.lists(st.tuples(REQUESTS, st.integers(0, 80)), min_size=2, max_size=4),
+    permuted=st.booleans(),
+    entries=st.sampled_from([None, 30]),
+)
+def test_a_refresh_leaves_nothing_of_the_batch_before(batches, permuted, entries):
+    """Batches of several buckets, one after the other in the same memory."""
+    memory = sizes_of(permuted=True).allocate(DEVICE).fill_(12345)
     plan = plan_sorted if permuted else plan_runs
-    for requests in batches:
+    for requests, padding in batches:
         lengths, slots = [n for n, _ in requests], [s for _, s in requests]
-        buffers.refresh(plan(lengths, slots, 16), lengths, slots)
-    fresh = RowBuffers(tiles=50, tokens=400, entries=30, permuted=permuted, device=DEVICE)
-    fresh.refresh(plan(lengths, slots, 16), lengths, slots)
-    assert torch.equal(buffers._flat, fresh._flat)
-    live = sum(lengths)
-    assert int(buffers.num_live_1) == live
-    assert set(buffers.token_slot_T[live:].tolist()) <= {-1}
-    if permuted:
-        assert sorted(buffers.perm_T.tolist()) == list(range(400))
+        live = sum(lengths)
+        sizes = sizes_of(tokens=live + padding, entries=entries, permuted=permuted)
+        for buffers in (shared := RowBuffers(sizes, memory), fresh := RowBuffers(sizes, sizes.allocate(DEVICE))):
+            buffers.refresh(plan(lengths, slots, 16), lengths, slots)
+        assert torch.equal(shared._flat, fresh._flat)
+        assert int(shared.num_live_1) == live
+        assert shared.token_slot_T.tolist() == [s for n, s in requests for _ in range(n)] + [-1] * padding
+        assert sorted(shared.order_T.tolist()) == list(range(live + padding))
+        if permuted:
+            assert sorted(shared.tiles.perm_T.tolist()) == list(range(live + padding))
+        assert (shared.blocks is None) == (entries is None)
+
+
+def test_sizes_beyond_the_memory_are_refused():
+    memory = sizes_of(tokens=16).allocate(DEVICE)
+    with pytest.raises(AssertionError, match="do not fit"):
+        RowBuffers(sizes_of(tokens=17), memory[:-1])

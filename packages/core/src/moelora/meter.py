@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from moelora.batching.packing import pack_with_rows
+from moelora.batching.packing import head_rows, pack
 from moelora.batching.sequences import Sequence, expand
 from moelora.capacity import PrefillCapacity
 from moelora.graphs.eager import EagerRunner
@@ -101,10 +101,12 @@ def measure_largest_batch(
     What they take is noted as "activations" and "scoring_chunk". Kernels are compiled and tuned by then.
     """
     for rows in (capacity.max_tokens, min(FUSED_ROWS - 1, capacity.max_tokens)):
-        batch, head_rows = pack_with_rows(_sequences(rows, capacity.max_requests, max_positions), {}, meter.device)
+        sequences = _sequences(rows, capacity.max_requests, max_positions)
+        batch = pack(sequences, {}, meter.device)
+        scored = head_rows(sequences, batch)
         try:
             hidden_TH = meter.held("activations", partial(runner.run, batch)).hidden_TH
-            meter.held("scoring_chunk", partial(head.score, hidden_TH, head_rows, top_k=0))
+            meter.held("scoring_chunk", partial(head.score, hidden_TH, scored, top_k=0))
         except torch.OutOfMemoryError:
             say(f"a batch of {batch.num_tokens:,} tokens does not fit on {meter.device}; such batches will be halved")
             for name in ("activations", "scoring_chunk"):

@@ -13,7 +13,7 @@ import torch
 
 from moelora.adapters.residency import Placement, Residency
 from moelora.backends.base import RowScores
-from moelora.batching.packing import pack_with_rows
+from moelora.batching.packing import head_rows, pack
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.batching.transfer import Fetch
 from moelora.counts import Counts
@@ -136,10 +136,12 @@ class BatchPipeline:
         with self._lock, torch.inference_mode():
             self._residency.bring(turn.placement)
             try:
-                batch, rows = pack_with_rows(sequences, turn.placement, self._device)
+                batch = pack(sequences, turn.placement, self._device)
                 output = self._runner.run(batch)
+                # From here on the device has work, and nothing waits for the host.
                 self._residency.prefetch(turn.placement, turn.upcoming)
                 self.counts.add(output.mode, output.admission, batch.num_tokens)
+                rows = head_rows(sequences, batch)
                 scores = self._head.score(output.hidden_TH, rows, top_k=max(s.top_k for s in sequences))
                 fetch = Fetch([getattr(scores, name) for name in _SCORES])
             finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,12 +32,17 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class PhaseBuffers:
-    """The static buffers of one phase, allocated once. scratch: bytes for y, viewed in the dtype of each call."""
+    """The static buffers of one phase, allocated once. scratch: bytes for y, viewed in the dtype of each call.
+
+    rows: memory for the row metadata of any bucket. buckets: its layout for each bucket that was used so far, and the
+    handle to it, which is the same for every batch.
+    """
 
     capacity: PrefillCapacity
     mode: GraphMode
-    rows: RowBuffers
+    rows: torch.Tensor
     scratch: torch.Tensor
+    buckets: dict[int, tuple[RowBuffers, Handle]] = field(default_factory=dict)
 
 
 def no_rows(device: torch.device) -> RowTiles:

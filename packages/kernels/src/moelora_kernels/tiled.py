@@ -29,7 +29,7 @@ from moelora_kernels.attention import KERNELS, PackedAttention
 from moelora_kernels.fused import TritonOps
 from moelora_kernels.handles import Handle, PhaseBuffers, no_rows, scratch_of
 from moelora_kernels.launch import interpreted, require
-from moelora_kernels.metadata import RowBuffers, RowPlan
+from moelora_kernels.metadata import RowBuffers, RowPlan, RowSizes
 from moelora_kernels.ops.attention import MAX_WIDTH, MIN_WIDTH
 from moelora_kernels.ops.dense_lora import (
     MAX_RANK,
@@ -80,16 +80,11 @@ class TiledBackend(Backend):
         # Sized for the mode with more request slots: the tiles of the other fit as well.
         mode = max((GraphMode.BREAKABLE, GraphMode.FULL), key=capacity.request_slots)
         tokens = capacity.max_tokens
+        sizes = self._sizes(tokens, self._most_tiles(capacity, mode), capacity.request_slots(mode), capacity.slots)
         self._buffers[phase] = PhaseBuffers(
             capacity=capacity,
             mode=mode,
-            rows=RowBuffers(
-                tiles=self._most_tiles(capacity, mode),
-                tokens=tokens,
-                entries=most_entries(tokens, capacity.request_slots(mode), capacity.slots),
-                permuted=self._permuted,
-                device=device,
-            ),
+            rows=sizes.allocate(device),
             scratch=torch.zeros(4 * scratch_numel(tokens, capacity.max_rank), dtype=torch.uint8, device=device),
         )
 
@@ -116,20 +111,37 @@ class TiledBackend(Backend):
             return self._eager(batch, phase, has_lora)
         own = self._buffers[phase]
         self._check_admitted(batch, bucket, own)
-        tile_rows = self._tile_rows(bucket)
-        own.rows.refresh(self._plan(batch.lengths, batch.slots, tile_rows), batch.lengths, batch.slots)
-        rows = own.rows.rows(tokens=bucket, capacity=self._bucket_tiles(own, bucket), tile_rows=tile_rows)
-        token_slot_T, num_live_1 = own.rows.token_slot_T[:bucket], own.rows.num_live_1
+        if bucket not in own.buckets:
+            own.buckets[bucket] = self._lay_out(own, phase, bucket)
+        buffers, handle = own.buckets[bucket]
+        plan = self._plan(batch.lengths, batch.slots, handle.rows.tile_rows)
+        buffers.refresh(plan, batch.lengths, batch.slots)
+        return LoraMetadata(phase=phase, token_slot_T=buffers.token_slot_T, has_lora=has_lora, private=handle)
+
+    def _lay_out(self, own: PhaseBuffers, phase: Phase, bucket: int) -> tuple[RowBuffers, Handle]:
+        """The row metadata of a bucket in the phase's memory, and the handle to it."""
+        requests, slots = own.capacity.request_slots(own.mode), own.capacity.slots
+        buffers = RowBuffers(self._sizes(bucket, self._bucket_tiles(own, bucket), requests, slots), own.rows)
         handle = Handle(
             phase=phase,
-            rows=rows,
-            blocks=own.rows.blocks(bucket),
+            rows=buffers.tiles,
+            blocks=buffers.blocks,
             static=True,
             scratch=own.scratch,
-            num_live_1=num_live_1,
-            order_T=own.rows.order_T[:bucket],
+            num_live_1=buffers.num_live_1,
+            order_T=buffers.order_T,
         )
-        return LoraMetadata(phase=phase, token_slot_T=token_slot_T, has_lora=has_lora, private=handle)
+        return buffers, handle
+
+    def _sizes(self, tokens: int, tiles: int, requests: int, slots: int) -> RowSizes:
+        """Of a batch of `tokens` rows in all, with slots listed per block only if LoRA may ride in its products."""
+        return RowSizes(
+            tokens=tokens,
+            tiles=tiles,
+            tile_rows=self._tile_rows(tokens),
+            permuted=self._permuted,
+            entries=most_entries(tokens, requests, slots) if tokens >= RIDE_ROWS else None,
+        )
 
     def rows_metadata(self, row_slot_N: torch.Tensor, *, has_lora: bool) -> LoraMetadata:
         rows = self._cut(row_slot_N) if has_lora else no_rows(row_slot_N.device)
@@ -302,23 +314,11 @@ class TiledBackend(Backend):
 
     def _eager_handle(self, batch: PackedBatch, phase: Phase) -> Handle:
         tokens = batch.num_tokens
-        tile_rows = self._tile_rows(tokens)
-        plan = self._plan(batch.lengths, batch.slots, tile_rows)
-        count = plan.slot_C.size
-        buffers = RowBuffers(
-            tiles=count,
-            tokens=tokens,
-            entries=most_entries(tokens, batch.num_sequences, max(batch.slots) + 1),
-            permuted=self._permuted,
-            device=batch.token_slot_T.device,
-        )
+        plan = self._plan(batch.lengths, batch.slots, self._tile_rows(tokens))
+        sizes = self._sizes(tokens, len(plan.slot_C), batch.num_sequences, max(batch.slots) + 1)
+        buffers = RowBuffers(sizes, sizes.allocate(batch.token_slot_T.device))
         buffers.refresh(plan, batch.lengths, batch.slots)
-        return Handle(
-            phase=phase,
-            rows=buffers.rows(tokens=tokens, capacity=count, tile_rows=tile_rows),
-            blocks=buffers.blocks(tokens),
-            order_T=buffers.order_T,
-        )
+        return Handle(phase=phase, rows=buffers.tiles, blocks=buffers.blocks, order_T=buffers.order_T)
 
     def _handle(self, meta: LoraMetadata) -> Handle:
         handle = meta.private

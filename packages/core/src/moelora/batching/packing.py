@@ -40,29 +40,19 @@ class HeadRows:
 
 
 def pack(sequences: Seq[Sequence], slot_of: Mapping[str, int], device: torch.device) -> PackedBatch:
-    """Packs sequences in the given order. `slot_of` maps adapter names to slots; the base needs no entry."""
-    return pack_with_rows(sequences, slot_of, device)[0]
+    """Packs sequences in the given order. `slot_of` maps adapter names to slots; the base needs no entry.
 
-
-def pack_with_rows(
-    sequences: Seq[Sequence], slot_of: Mapping[str, int], device: torch.device
-) -> tuple[PackedBatch, HeadRows]:
-    """Packs sequences, and the rows of them that are scored. Nothing waits for the device."""
+    Does not wait for the device.
+    """
     lengths = tuple(s.num_tokens for s in sequences)
     slots = tuple(BASE_SLOT if s.adapter == BASE_ADAPTER else slot_of[s.adapter] for s in sequences)
     length_S, slot_S = np.asarray(lengths, dtype=np.int64), np.asarray(slots, dtype=np.int32)
-    boundary_S1 = np.concatenate(([0], np.cumsum(length_S)))
+    boundary_S1 = _boundaries(length_S)
     ids_T = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
-    position_T = np.arange(boundary_S1[-1]) - np.repeat(boundary_S1[:-1], length_S)
-    target_N, place_N, rows_S = _rows(sequences, boundary_S1)
-    row_slot_N = np.repeat(slot_S, rows_S)
-    open_M = np.flatnonzero(target_N == NO_TARGET)
-    arrays = (
-        *(ids_T, position_T, boundary_S1.astype(np.int32), np.repeat(slot_S, length_S)),
-        *(place_N, target_N, row_slot_N, open_M),
-    )
-    ids, positions, boundaries, token_slots, places, targets, row_slots, opens = send(arrays, device)
-    batch = PackedBatch(
+    position_T = np.arange(ids_T.size) - np.repeat(boundary_S1[:-1], length_S)
+    arrays = (ids_T, position_T, boundary_S1.astype(np.int32), np.repeat(slot_S, length_S))
+    ids, positions, boundaries, token_slots = send(arrays, device)
+    return PackedBatch(
         input_ids_T=ids,
         position_ids_T=positions,
         cu_seqlens_S1=boundaries,
@@ -70,16 +60,27 @@ def pack_with_rows(
         lengths=lengths,
         slots=slots,
     )
-    rows = HeadRows(position_N=places, target_N=targets, slot_N=row_slots, open_M=opens, slots=row_slot_N, opens=open_M)
-    return batch, rows
 
 
-def _rows(sequences: Seq[Sequence], boundary_S1: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Targets and packed positions of all scored rows, and how many each sequence has."""
-    runs = [(int(begin) + run.first, run.targets) for s, begin in zip(sequences, boundary_S1) for run in s.runs]
-    sizes = np.asarray([len(targets) for _, targets in runs], dtype=np.int64)
-    firsts = np.asarray([first for first, _ in runs], dtype=np.int64)
-    none = np.empty(0, dtype=np.int64)
-    target_N = np.concatenate([none, *(np.asarray(targets, dtype=np.int64) for _, targets in runs)])
+def head_rows(sequences: Seq[Sequence], batch: PackedBatch) -> HeadRows:
+    """The rows that are scored of the sequences that `batch` was packed from. Does not wait for the device.
+
+    Apart from `pack`, since they are not needed before the body is done: made while it runs, they cost no time.
+    """
+    runs = [run for s in sequences for run in s.runs]
+    boundary_S1 = _boundaries(np.asarray(batch.lengths, dtype=np.int64))
+    begins = np.repeat(boundary_S1[:-1], [len(s.runs) for s in sequences])
+    first_N = begins + np.asarray([run.first for run in runs], dtype=np.int64)
+    sizes = np.asarray([len(run.targets) for run in runs], dtype=np.int64)
+    target_N = np.concatenate([np.empty(0, np.int64), *(np.asarray(run.targets, dtype=np.int64) for run in runs)])
     within_N = np.arange(target_N.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    return target_N, np.repeat(firsts, sizes) + within_N, [s.num_rows for s in sequences]
+    slot_N = np.repeat(np.asarray(batch.slots, dtype=np.int32), [s.num_rows for s in sequences])
+    open_M = np.flatnonzero(target_N == NO_TARGET)
+    arrays = (np.repeat(first_N, sizes) + within_N, target_N, slot_N, open_M)
+    places, targets, slots, opens = send(arrays, batch.input_ids_T.device)
+    return HeadRows(position_N=places, target_N=targets, slot_N=slots, open_M=opens, slots=slot_N, opens=open_M)
+
+
+def _boundaries(length_S: np.ndarray) -> np.ndarray:
+    """Where each sequence begins in the batch, and where the last one ends; int64 `[S + 1]`."""
+    return np.concatenate(([0], np.cumsum(length_S)))
