@@ -8,6 +8,7 @@ import torch
 from kernels.dense_common import make_bank, relative_error, run_tiles, sorted_tiles
 from moelora.backends import get_backend
 from moelora.backends.base import DenseSlots, HeadNorms
+from moelora.batching.packing import pack_ids
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
@@ -43,16 +44,7 @@ def bank(width_in: int, width_out: int, dtype: torch.dtype, ranks=RANKS) -> Dens
 
 
 def packed(lengths: list[int], slots: list[int]) -> PackedBatch:
-    flat = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
-    ids = torch.zeros(len(flat), dtype=torch.int64, device="cuda")
-    return PackedBatch(
-        input_ids_T=ids,
-        position_ids_T=ids,
-        cu_seqlens_S1=torch.zeros(1, dtype=torch.int32, device="cuda"),
-        token_slot_T=torch.tensor(flat, dtype=torch.int32, device="cuda"),
-        lengths=tuple(lengths),
-        slots=tuple(slots),
-    )
+    return pack_ids([[0] * length for length in lengths], slots, torch.device("cuda"))
 
 
 def ragged_slots(tokens: int, seed: int = 0, run: int = 97) -> list[int]:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from kernels.dense_common import DEVICES, TOLERANCE, make_bank, randn, relative_error
 from moelora.backends import get_backend
 from moelora.backends.base import PhaseError
+from moelora.batching.packing import pack_ids
 from moelora.capacity import PrefillCapacity
 from moelora.errors import ConfigError
+from moelora.graphs.buffers import StaticInputs
 from moelora.models.projections import _join
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
@@ -29,16 +31,7 @@ def capacity(max_tokens=64, requests=40, slots=3, rank=20) -> PrefillCapacity:
 
 
 def make_batch(lengths: list[int], slots: list[int]) -> PackedBatch:
-    token_slots = [slot for slot, length in zip(slots, lengths, strict=True) for _ in range(length)]
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    return PackedBatch(
-        input_ids_T=torch.arange(len(token_slots), device=DEVICE) % 11,
-        position_ids_T=torch.zeros(len(token_slots), dtype=torch.int64, device=DEVICE),
-        cu_seqlens_S1=bounds.to(torch.int32).to(DEVICE),
-        token_slot_T=torch.tensor(token_slots, dtype=torch.int32, device=DEVICE),
-        lengths=tuple(lengths),
-        slots=tuple(slots),
-    )
+    return pack_ids([[i % 11 for i in range(length)] for length in lengths], slots, DEVICE)
 
 
 def make_backend(name: str, **sizes):
@@ -95,6 +88,19 @@ def test_refresh_is_in_place_and_leaves_nothing_of_a_larger_batch(name):
         assert meta.has_lora == any(slot >= 0 for slot in slots)
         check_products(backend, meta, 64)
     assert len(seen) == 1, "a buffer moved"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_graph_reads_goes_into_its_buffers_alone(name):
+    """No tensors of the batch's own are made beside them: they would be one more copy, of which nothing is read."""
+    backend, inputs = make_backend(name), StaticInputs(Phase.PREFILL, capacity(), DEVICE)
+    batch = make_batch([3, 17, 1, 2], [0, 1, -1, 0])
+    segments = inputs.fill(batch, 64)
+    meta = backend.prepare_batch(batch, phase=Phase.PREFILL, bucket=64)
+    assert "_sent" not in vars(batch)
+    assert inputs.ids(64)[0, :23].tolist() == batch.input_ids_T.tolist()
+    assert segments.cu_seqlens_S1.tolist() == batch.cu_seqlens_S1.tolist()
+    assert meta.token_slot_T[:23].tolist() == batch.token_slot_T.tolist()
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

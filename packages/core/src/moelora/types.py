@@ -1,4 +1,4 @@
-"""The nouns of moelora: requests and their results, the packed batch, phases and modes. Holds no behaviour.
+"""The nouns of moelora: requests and their results, the packed batch, phases and modes. No behaviour belongs here.
 
 Shape letters, used as suffixes of tensor names everywhere: T tokens, S request slots, L adapter slots, E experts,
 K experts per token, H hidden, I expert width, R rank, V vocabulary, P pairs (= T·K), N rows to score.
@@ -7,11 +7,13 @@ K experts per token, H hidden, I expert width, R rank, V vocabulary, P pairs (= 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 BASE_ADAPTER = "__base__"
@@ -142,27 +144,65 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostRows:
+    """The rows of a packed batch as arrays of the host.
+
+    id_T, position_T: int64; positions restart at 0 with each sequence. boundary_S1: int32, the sequences' lengths
+    cumulated from 0. slot_T: int32, the adapter slot of each token or -1.
+    """
+
+    id_T: np.ndarray
+    position_T: np.ndarray
+    boundary_S1: np.ndarray
+    slot_T: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class PackedBatch:
     """The sequences that go through the model in one forward, one behind the other without padding.
 
-    `input_ids_T`, `position_ids_T`: int64 on the device; positions restart at 0 with each sequence.
-    `cu_seqlens_S1`: int32 on the device, `lengths` cumulated from 0. `token_slot_T`: int32 on the device, the adapter
-    slot of each token or -1. `lengths` and `slots` are the same facts on the host, one entry per sequence.
+    `lengths` and `slots`: one entry per sequence. `input_ids_T`, `position_ids_T`, `cu_seqlens_S1`, `token_slot_T`: the
+    arrays of `host` on the `device`, sent in one copy when one of them is first asked for. A graph never asks: what it
+    reads lies in buffers of its own, which are filled from `host`.
     """
 
-    input_ids_T: torch.Tensor
-    position_ids_T: torch.Tensor
-    cu_seqlens_S1: torch.Tensor
-    token_slot_T: torch.Tensor
+    host: HostRows
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
+    device: torch.device
 
     @property
     def num_tokens(self) -> int:
         """Live tokens, without padding."""
-        return sum(self.lengths)
+        return self.host.id_T.size
 
     @property
     def num_sequences(self) -> int:
         """Live sequences."""
         return len(self.lengths)
+
+    @property
+    def input_ids_T(self) -> torch.Tensor:
+        """Token ids, int64 on the device."""
+        return self._sent[0]
+
+    @property
+    def position_ids_T(self) -> torch.Tensor:
+        """Positions, int64 on the device."""
+        return self._sent[1]
+
+    @property
+    def cu_seqlens_S1(self) -> torch.Tensor:
+        """Boundaries of the sequences, int32 on the device."""
+        return self._sent[2]
+
+    @property
+    def token_slot_T(self) -> torch.Tensor:
+        """The adapter slot of each token or -1, int32 on the device."""
+        return self._sent[3]
+
+    @cached_property
+    def _sent(self) -> list[torch.Tensor]:
+        from moelora.batching.transfer import send
+
+        return send([getattr(self.host, one.name) for one in fields(HostRows)], self.device)

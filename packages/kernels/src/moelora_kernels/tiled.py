@@ -305,18 +305,14 @@ class TiledBackend(Backend):
 
     def _eager(self, batch: PackedBatch, phase: Phase, has_lora: bool) -> LoraMetadata:
         """A handle with tensors of its own, for a batch that no graph takes."""
-        handle = (
-            self._eager_handle(batch, phase)
-            if has_lora
-            else Handle(phase=phase, rows=no_rows(batch.token_slot_T.device))
-        )
+        handle = self._eager_handle(batch, phase) if has_lora else Handle(phase=phase, rows=no_rows(batch.device))
         return LoraMetadata(phase=phase, token_slot_T=batch.token_slot_T, has_lora=has_lora, private=handle)
 
     def _eager_handle(self, batch: PackedBatch, phase: Phase) -> Handle:
         tokens = batch.num_tokens
         plan = self._plan(batch.lengths, batch.slots, self._tile_rows(tokens))
         sizes = self._sizes(tokens, len(plan.slot_C), batch.num_sequences, max(batch.slots) + 1)
-        buffers = RowBuffers(sizes, sizes.allocate(batch.token_slot_T.device))
+        buffers = RowBuffers(sizes, sizes.allocate(batch.device))
         buffers.refresh(plan, batch.lengths, batch.slots)
         return Handle(phase=phase, rows=buffers.tiles, blocks=buffers.blocks, order_T=buffers.order_T)
 

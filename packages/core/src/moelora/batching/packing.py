@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from moelora.batching.sequences import NO_TARGET, Sequence
 from moelora.batching.transfer import send
-from moelora.types import BASE_ADAPTER, BASE_SLOT, PackedBatch
+from moelora.types import BASE_ADAPTER, BASE_SLOT, HostRows, PackedBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +45,19 @@ def pack(sequences: Seq[Sequence], slot_of: Mapping[str, int], device: torch.dev
 
     Does not wait for the device.
     """
-    lengths = tuple(s.num_tokens for s in sequences)
-    slots = tuple(BASE_SLOT if s.adapter == BASE_ADAPTER else slot_of[s.adapter] for s in sequences)
-    length_S, slot_S = np.asarray(lengths, dtype=np.int64), np.asarray(slots, dtype=np.int32)
-    boundary_S1 = _boundaries(length_S)
-    ids_T = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in sequences])
-    position_T = np.arange(ids_T.size) - np.repeat(boundary_S1[:-1], length_S)
-    arrays = (ids_T, position_T, boundary_S1.astype(np.int32), np.repeat(slot_S, length_S))
-    ids, positions, boundaries, token_slots = send(arrays, device)
-    return PackedBatch(
-        input_ids_T=ids,
-        position_ids_T=positions,
-        cu_seqlens_S1=boundaries,
-        token_slot_T=token_slots,
-        lengths=lengths,
-        slots=slots,
-    )
+    slots = [BASE_SLOT if s.adapter == BASE_ADAPTER else slot_of[s.adapter] for s in sequences]
+    return pack_ids([s.token_ids for s in sequences], slots, device)
+
+
+def pack_ids(ids: Seq[Seq[int]], slots: Seq[int], device: torch.device) -> PackedBatch:
+    """Packs the token ids of some sequences, each under the adapter of its slot."""
+    lengths = tuple(map(len, ids))
+    boundary_S1 = _boundaries(lengths)
+    id_T = np.concatenate([np.asarray(one, dtype=np.int64) for one in ids])
+    position_T = np.arange(id_T.size) - np.repeat(boundary_S1[:-1], lengths)
+    slot_T = np.repeat(np.asarray(slots, dtype=np.int32), lengths)
+    host = HostRows(id_T=id_T, position_T=position_T, boundary_S1=boundary_S1.astype(np.int32), slot_T=slot_T)
+    return PackedBatch(host=host, lengths=lengths, slots=tuple(slots), device=device)
 
 
 def head_rows(sequences: Seq[Sequence], batch: PackedBatch) -> HeadRows:
@@ -68,19 +66,19 @@ def head_rows(sequences: Seq[Sequence], batch: PackedBatch) -> HeadRows:
     Apart from `pack`, since they are not needed before the body is done: made while it runs, they cost no time.
     """
     runs = [run for s in sequences for run in s.runs]
-    boundary_S1 = _boundaries(np.asarray(batch.lengths, dtype=np.int64))
-    begins = np.repeat(boundary_S1[:-1], [len(s.runs) for s in sequences])
+    begins = np.repeat(batch.host.boundary_S1[:-1], [len(s.runs) for s in sequences])
     first_N = begins + np.asarray([run.first for run in runs], dtype=np.int64)
-    sizes = np.asarray([len(run.targets) for run in runs], dtype=np.int64)
-    target_N = np.concatenate([np.empty(0, np.int64), *(np.asarray(run.targets, dtype=np.int64) for run in runs)])
-    within_N = np.arange(target_N.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    sizes = [len(run.targets) for run in runs]
+    none = np.empty(0, dtype=np.int64)
+    target_N = np.concatenate([none, *(np.asarray(run.targets, dtype=np.int64) for run in runs)])
+    within_N = np.arange(target_N.size) - np.repeat(_boundaries(sizes)[:-1], sizes)
     slot_N = np.repeat(np.asarray(batch.slots, dtype=np.int32), [s.num_rows for s in sequences])
     open_M = np.flatnonzero(target_N == NO_TARGET)
     arrays = (np.repeat(first_N, sizes) + within_N, target_N, slot_N, open_M)
-    places, targets, slots, opens = send(arrays, batch.input_ids_T.device)
+    places, targets, slots, opens = send(arrays, batch.device)
     return HeadRows(position_N=places, target_N=targets, slot_N=slots, open_M=opens, slots=slot_N, opens=open_M)
 
 
-def _boundaries(length_S: np.ndarray) -> np.ndarray:
-    """Where each sequence begins in the batch, and where the last one ends; int64 `[S + 1]`."""
-    return np.concatenate(([0], np.cumsum(length_S)))
+def _boundaries(sizes: Seq[int]) -> np.ndarray:
+    """Where each of some neighbours begins, and where the last one ends; int64, one more than there are `sizes`."""
+    return np.fromiter(accumulate(sizes, initial=0), dtype=np.int64, count=len(sizes) + 1)

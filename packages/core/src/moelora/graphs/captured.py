@@ -165,10 +165,10 @@ class CapturedRunner(GraphRunner):
         return self._graphs[bucket, lora], meta, live
 
     def _prepare(self, batch: PackedBatch, bucket: int, lora: bool) -> tuple[LoraMetadata, Segments]:
-        self._inputs.fill(batch, bucket)
+        live = self._inputs.fill(batch, bucket)
         meta = self._backend.prepare_batch(batch, phase=self._phase, bucket=bucket)
         # The variant decides whether LoRA kernels run: capture records them from base rows too.
-        return replace(meta, has_lora=lora), Segments.of(batch)
+        return replace(meta, has_lora=lora), live
 
     def _synthetic(self, bucket: int) -> PackedBatch:
         """Base rows that fill the bucket with sequences of typical length, within the request slots."""
