@@ -33,25 +33,38 @@ def packed(lengths, slots):
 lengths_and_slots = st.lists(st.tuples(st.integers(1, 6), st.integers(-1, 1)), min_size=1, max_size=5)
 
 
-@given(lengths_and_slots, lengths_and_slots)
+filled = st.tuples(lengths_and_slots, st.sampled_from([30, 31, 32]))
+
+
+@given(filled, filled)
 def test_static_buffers_show_nothing_of_an_earlier_batch(first, second):
     inputs, backend = StaticInputs(Phase.PREFILL, capacity(), torch.device("cpu")), TorchBackend()
     backend.init_graph_metadata(Phase.PREFILL, capacity(), torch.device("cpu"))
-    address = inputs.ids(32).data_ptr()
-    for rows in (first, second):
+    bucket = second[1]
+    views = inputs.ids(bucket), inputs.positions(bucket), inputs.boundaries(bucket)  # as a graph has baked them in
+    for rows, into in (first, second):
         batch = packed(*zip(*rows))
-        inputs.fill(batch, 32)
-        meta = backend.prepare_batch(batch, phase=Phase.PREFILL, bucket=32)
+        segments = inputs.fill(batch, into)
+        meta = backend.prepare_batch(batch, phase=Phase.PREFILL, bucket=into)
     live = batch.num_tokens
-    assert inputs.ids(32).data_ptr() == address
-    assert inputs.ids(32)[0, :live].tolist() == batch.input_ids_T.tolist()
-    assert not inputs.ids(32)[0, live:].any()
-    assert not inputs.positions(32)[0, live:].any()
-    boundaries = inputs.boundaries(32).tolist()
-    assert boundaries[: len(second) + 1] == batch.cu_seqlens_S1.tolist()
-    assert set(boundaries[len(second) :]) == {live}
+    ids_1T, positions_1T, boundaries_S1 = views
+    assert ids_1T[0].tolist() == batch.input_ids_T.tolist() + [0] * (bucket - live)
+    assert positions_1T[0].tolist() == batch.position_ids_T.tolist() + [0] * (bucket - live)
+    assert len(boundaries_S1) == 6 + 1
+    ends = batch.cu_seqlens_S1.tolist()
+    assert boundaries_S1.tolist() == ends + [live] * (7 - len(ends))
+    assert segments.cu_seqlens_S1.tolist() == ends
+    assert (segments.lengths, segments.longest) == (batch.lengths, max(batch.lengths))
     assert meta.token_slot_T[:live].tolist() == batch.token_slot_T.tolist()
     assert set(meta.token_slot_T[live:].tolist()) <= {BASE_SLOT}
+
+
+def test_live_boundaries_of_more_requests_than_a_full_graph_has_slots():
+    """As in a breakable graph, whose attention reads them."""
+    inputs = StaticInputs(Phase.PREFILL, capacity(), torch.device("cpu"))
+    batch = packed([1, 2, 3, 1, 1, 4, 2, 1], [0] * 8)
+    assert inputs.fill(batch, 16).cu_seqlens_S1.tolist() == batch.cu_seqlens_S1.tolist()
+    assert inputs.boundaries(16).tolist() == batch.cu_seqlens_S1.tolist()[:7]
 
 
 def test_phases_do_not_share_buffers():

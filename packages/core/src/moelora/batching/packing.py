@@ -1,6 +1,6 @@
 """What the model and the head see of a batch: sequences one behind the other, without padding, and who each belongs to.
 
-Made on the host in plain arrays and sent to the device in one copy.
+Made on the host in plain arrays: what the model sees first, what the head sees while the model runs.
 """
 
 from __future__ import annotations

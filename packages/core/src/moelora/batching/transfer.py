@@ -1,4 +1,4 @@
-"""Between host and device without waiting: what a batch needs goes over in one copy, its scores come back behind it."""
+"""Between host and device without waiting: several arrays go over in one copy, scores come back behind the work."""
 
 from __future__ import annotations
 
