@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,19 @@ def test_a_file_that_changes_behind_its_header_is_not_read(folder: Path) -> None
     (folder / WEIGHTS).unlink()
     with pytest.raises(AdapterError, match="cannot be read"), TensorReader(folder, headers.stamps) as reader:
         reader.read(info)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9])
+def test_a_file_that_is_cut_off_while_it_is_read_is_named(folder: Path, share: float) -> None:
+    """Of a mapped file whose bytes are gone the system says nothing: it ends the process."""
+    headers = read_headers(folder)
+    infos = list(parse_headers(headers).values())
+    with TensorReader(folder, headers.stamps) as reader:
+        assert reader.read(infos[0]).shape == infos[0].shape
+        os.truncate(folder / WEIGHTS, int(share * headers.stamps[WEIGHTS].size))
+        for use in (reader.read, lambda info: reader.stack([info])):
+            with pytest.raises(AdapterError, match=rf"^{re.escape(str(folder / WEIGHTS))}: changed while it was read$"):
+                use(infos[-1])
 
 
 def move_to_odd_places(path: Path) -> None:

@@ -116,21 +116,33 @@ def parse_header(header: RawHeader) -> dict[str, TensorInfo]:
 
 
 class MappedFile:
-    """A file whose tensors are read in place. The tensors may outlive it; they must not be written to."""
+    """A file whose tensors are read in place. The tensors may outlive it; they must not be written to.
+
+    Whatever reads it raises `FileProblem` if it is no longer the one whose header was read (`RawHeader.stamp`). If it
+    is cut off between that look and the use of a tensor, the system ends the process (SIGBUS) without a word of why.
+    """
 
     def __init__(self, path: Path, stamp: Stamp) -> None:
-        """Raises `FileProblem` if the file is not the one whose header was read (`RawHeader.stamp`)."""
+        self._path, self._stamp = str(path), stamp
+        self._refuse_changed()
         try:
-            if Stamp.of(path.stat()) != stamp:
-                raise FileProblem("changed while it was read")
-            storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=stamp.size)
-        except (OSError, RuntimeError) as error:
+            storage: Any = torch.UntypedStorage.from_file(self._path, shared=False, nbytes=stamp.size)
+        except RuntimeError as error:
             raise FileProblem(f"cannot be read: {error}") from None
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._typed: dict[str, torch.Tensor] = {}
 
+    def _refuse_changed(self) -> None:
+        try:
+            stamp = Stamp.of(os.stat(self._path))  # about a microsecond
+        except OSError as error:
+            raise FileProblem(f"cannot be read: {error.strerror or error}") from None
+        if stamp != self._stamp:
+            raise FileProblem("changed while it was read")
+
     def tensor(self, info: TensorInfo) -> torch.Tensor:
         """A view of the file, or a copy where the tensor does not lie at a multiple of its element's size."""
+        self._refuse_changed()
         dtype = _DTYPES[info.dtype]
         if info.begin % dtype.itemsize:
             return self._bytes[info.begin : info.begin + info.nbytes].clone().view(dtype).view(info.shape)
@@ -147,6 +159,7 @@ class MappedFile:
         One call for all of them, wherever they lie: they are picked from the windows of a tensor's size that begin at
         each byte of the file.
         """
+        self._refuse_changed()
         out = out.view(torch.uint8) if out.dtype is not torch.uint8 else out
         shape = out.shape[1:]
         room = self._bytes.numel() - math.prod(shape) + 1

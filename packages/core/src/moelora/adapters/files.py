@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -212,7 +213,8 @@ class TensorReader:
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """The tensor; do not write to it."""
-        return self._mapped(info).tensor(info)
+        with self._named(info):
+            return self._mapped(info).tensor(info)
 
     def stack(self, infos: Sequence[TensorInfo], out: torch.Tensor | None = None) -> torch.Tensor:
         """Tensors of one shape and dtype, one behind the other: `[n, …]`, in `out` and its dtype if that is given."""
@@ -222,7 +224,8 @@ class TensorReader:
         position = 0
         for _, some in groupby(infos, key=attrgetter("shard")):  # one after the other in the same file: one call
             together = list(some)
-            self._mapped(together[0]).stack(together, stacked[position : position + len(together)])
+            with self._named(together[0]):
+                self._mapped(together[0]).stack(together, stacked[position : position + len(together)])
             position += len(together)
         return stacked if out is None or out is stacked else out.copy_(stacked)
 
@@ -230,9 +233,12 @@ class TensorReader:
         mapped = self._files.get(info.shard)
         if mapped is not None:
             return mapped
-        path = self._folder / info.shard
         with self._opening:
-            try:
-                return self._files.setdefault(info.shard, MappedFile(path, self._stamps[info.shard]))
-            except FileProblem as problem:
-                raise AdapterError(f"{path}: {problem}") from None
+            return self._files.setdefault(info.shard, MappedFile(self._folder / info.shard, self._stamps[info.shard]))
+
+    @contextmanager
+    def _named(self, info: TensorInfo) -> Iterator[None]:
+        try:
+            yield
+        except FileProblem as problem:
+            raise AdapterError(f"{self._folder / info.shard}: {problem}") from None
