@@ -116,6 +116,43 @@ def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
     assert shares[-1] <= 100
 
 
+@pytest.mark.parametrize(
+    ("output", "more"), [("out.jsonl", ()), ("-", ()), ("out.parquet", ()), ("out.parquet", ("--devices", "cpu:2"))]
+)
+def test_for_an_input_without_a_good_row_nothing_is_loaded(
+    command: Command, monkeypatch: pytest.MonkeyPatch, output: str, more: tuple[str, ...]
+):
+    command.input.write_text(
+        '{"text": "a"}\n\n{"prompt_token_ids": [1], "adapter": "B"}\n{"prompt_token_ids": [9999]}\n'
+    )
+    arguments = ["--adapters", "A=/a", "--report", "r.html", "--metrics-file", "m.prom", *more]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["moelora.engine"], "PrefillEngine", None)
+        done = command(*arguments, output=output)
+    assert done.code == 3, done.stderr
+    assert "no row of the input can be scored; the model is not loaded" in done.stderr
+    assert "rows    3 in, 3 out, 3 with errors" in done.stderr
+    written = {"-": set(), "out.jsonl": {"out.jsonl"}, "out.parquet": {"out.parquet"}}[output]
+    assert command.files() == {"in.jsonl", "r.html", "m.prom", *written}
+    if output == "out.jsonl":
+        alone = command.output.read_bytes()
+        command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [1]}\n')
+        assert command(*arguments, "--overwrite").code == 3
+        assert command.output.read_bytes().startswith(alone)
+        assert len(command.rows) == 4
+
+
+def test_a_run_without_a_good_row_leaves_no_parts_of_another(command: Command):
+    parts = command.folder / "out.jsonl.parts"
+    command.input.write_text('{"prompt_token_ids": [20]}\n' * 5_000 + '{"prompt_token_ids": [15]}\n')
+    assert command("--quiet").code == 1
+    command.input.write_text("{}\n")
+    assert "changed since: input" in command("--quiet").stderr
+    assert parts.exists()
+    assert command("--quiet", "--overwrite").code == 3
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+
+
 def test_report_and_metrics(command: Command):
     done = command("--report", "new/report.json", "--metrics-file", "m.prom", "--top-k", 2, "--adapters", "A=/a")
     assert done.code == 0

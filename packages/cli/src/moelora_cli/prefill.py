@@ -94,10 +94,12 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         from moelora.jobs.text import load_encoder
 
         encoder = load_encoder(options["model"])
-        if options["devices"] is not None and not options["dry_run"]:
-            return score_with_workers(options, adapters, progress)
         if options["dry_run"]:
             return _dry_run(options, job_options, encoder, list(adapters), lines, stdout)
+        if not _some_row_is_good(options, job_options, encoder, list(adapters)):
+            return _write_errors(options, job_options, encoder, adapters, lines, progress, stdout)
+        if options["devices"] is not None:
+            return score_with_workers(options, adapters, progress)
         return _score(options, job_options, encoder, adapters, lines, progress, stdout)
 
 
@@ -106,6 +108,46 @@ def _progress(options: dict[str, Any]) -> Progress:
     if options["worker"] is not None:
         return WorkerProgress(Path(options["worker"]).parent)
     return Progress(quiet=options["quiet"])
+
+
+def _some_row_is_good(options: dict[str, Any], job_options: JobOptions, encoder: TextEncoder, names: list[str]) -> bool:
+    """Whether a row of the input can be scored: as a rule the first, and minutes of loading are not for nothing.
+
+    True where it is not looked at: an input that can be read only once, and a shard, which leaves parts for the others.
+    """
+    from moelora.jobs.dry import dry_scorer
+    from moelora.jobs.run import PrefillJob
+
+    if is_stream(options["input_"]) or options["shard"] is not None or options["worker"] is not None:
+        return True
+    job = PrefillJob(dry_scorer(options["model"], names), encoder, job_options)
+    return any(True for _ in job.requests(_read_rows(options["input_"])))
+
+
+def _write_errors(
+    options: dict[str, Any],
+    job_options: JobOptions,
+    encoder: TextEncoder,
+    adapters: dict[str, Path],
+    lines: Any,
+    progress: Progress,
+    stdout: BinaryIO,
+) -> int:
+    """The run of an input without a good row: every line is an error, and no engine is needed for it."""
+    from moelora.jobs.dry import dry_scorer
+    from moelora.jobs.run import PrefillJob
+    from moelora.jobs.timeline import Timeline
+
+    start = time.monotonic()
+    progress.note("no row of the input can be scored; the model is not loaded")
+    with ExitStack() as held:
+        parts = held.enter_context(open_parts(options, adapters)[0]) if _in_parts(options) else None
+        scorer = dry_scorer(options["model"], list(adapters))
+        job = PrefillJob(scorer, encoder, job_options, on_progress=progress.counts)
+        code = _run(options, adapters, job, scorer, Timeline(), None, lines, progress, stdout, start)
+        if parts is not None:
+            parts.discard()
+    return code
 
 
 def _score(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moelora.checks import check_request
 from moelora.errors import CheckpointError
@@ -14,7 +15,7 @@ from moelora.types import Request, Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryScorer:
-    """Checks requests like an engine, and scores nothing."""
+    """Checks requests like an engine, and scores nothing: for runs that ask for no scores."""
 
     vocab_size: int
     max_positions: int | None
@@ -27,8 +28,18 @@ class DryScorer:
         )
 
     def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
-        """Not available."""
-        raise NotImplementedError("a dry run scores nothing")
+        """Nothing, of no requests."""
+        for _ in requests:
+            raise NotImplementedError("a dry run scores nothing")
+        yield from ()
+
+    def stop(self) -> bool:
+        """There is never a batch to wait for."""
+        return False
+
+    def report(self) -> dict[str, Any]:
+        """What an engine would say of its batches: there are none."""
+        return {}
 
 
 def dry_scorer(model: str | Path, adapter_names: Sequence[str]) -> DryScorer:
