@@ -60,10 +60,13 @@ def check_installed(
     installed.check_calls()
     projections = installed.projections
     projections.rows_apart = projections.any_joined and _reads_rows_apart(projections, base, runner, hidden_TH)
-    _switch_on_what_is_equal([*sums, *norms], substitutes, base, runner, length)
     depends_on_others = bool(base.functions) or bool(layout.replaced)
     if depends_on_others and capacity.max_requests > 1 and capacity.max_tokens > 1:
-        _try_together(base, runner, _prime(min(_PROBE_TOKENS, capacity.max_tokens)))
+        # What cannot tell two requests of a batch apart shows it now: kernels that know boundaries are then used for
+        # all batches alike, and modules that some adapter replaces must see rows of tokens.
+        with torch.inference_mode():
+            _run_together(base, runner, _prime(min(_PROBE_TOKENS, capacity.max_tokens)))
+    _switch_on_what_is_equal([*sums, *norms], substitutes, base, runner, capacity, length)
     installed.checking = False
 
 
@@ -106,43 +109,39 @@ def _switch_on_what_is_equal(
     substitutes: Substitutes,
     base: BaseModel,
     runner: EagerRunner,
+    capacity: PrefillCapacity,
     length: int,
 ) -> None:
-    """Keeps on those of `fusions` with which the model gives the same, bit for bit, as without them."""
-    expected_TH = None
-    for fusion in fusions:
-        labels = fusion.labels
-        if not labels:
-            continue
-        if expected_TH is None:
-            expected_TH = _run_alone(base, runner, length, distinct=True)
+    """Keeps on those of `fusions` with which the model gives the same, bit for bit, as without them.
+
+    Two requests show it where there may be two: some modules run each by itself.
+    """
+    found = [fusion for fusion in fusions if fusion.labels]
+    if not found:
+        return
+    run = _run_together if capacity.max_requests > 1 and length > 1 else _run_alone
+    expected_TH = run(base, runner, length)
+    for fusion in found:
         fusion.switch(True)
         try:
-            equal = torch.equal(_run_alone(base, runner, length, distinct=True), expected_TH)
+            equal = torch.equal(run(base, runner, length), expected_TH)
         except torch.OutOfMemoryError:
             raise
         except _MODEL_ERRORS:
             equal = False
         fusion.switch(equal)
-        (substitutes.used if equal else substitutes.kept).update(labels)
+        (substitutes.used if equal else substitutes.kept).update(fusion.labels)
 
 
-def _run_alone(base: BaseModel, runner: EagerRunner, length: int, *, distinct: bool = False) -> torch.Tensor:
-    """What the body gives for one request; distinct: of tokens that are not all one."""
-    ids = tuple(i % base.text_config.vocab_size for i in range(length)) if distinct else (0,) * length
-    return runner.run(pack([_base_rows(ids)], {}, base.device)).hidden_TH
+def _run_alone(base: BaseModel, runner: EagerRunner, length: int) -> torch.Tensor:
+    return runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
 
 
-@torch.inference_mode()
-def _try_together(base: BaseModel, runner: EagerRunner, total: int) -> None:
-    """Two requests of `total` tokens in one batch: what cannot tell them apart shows it now.
-
-    Kernels that know boundaries are then used for all batches alike, and modules that some adapter replaces must see
-    rows of tokens.
-    """
+def _run_together(base: BaseModel, runner: EagerRunner, total: int) -> torch.Tensor:
+    """What the body gives for two requests of `total` tokens, in one batch."""
     second, vocab_size = max(total // 3, 1), base.text_config.vocab_size
     ids = tuple(i % vocab_size for i in range(total))
-    runner.run(pack([_base_rows(ids[:n]) for n in (total - second, second)], {}, base.device))
+    return runner.run(pack([_base_rows(ids[:n]) for n in (total - second, second)], {}, base.device)).hidden_TH
 
 
 def _base_rows(token_ids: tuple[int, ...]) -> Sequence:
