@@ -47,6 +47,15 @@ class TestOrder:
         assert events == ["queue 0", "queue 1", "read", "queue 2", "read", "read"]
         assert results == [0, 1, 2]
 
+    def test_what_only_the_head_needs_is_made_when_the_body_is_queued(self, engine, monkeypatch):
+        """Until then a device has nothing to do, and for a single batch the host's time is everybody's."""
+        events: list[str] = []
+        run = type(engine._runner).run
+        monkeypatch.setattr(type(engine._runner), "run", lambda *given: events.append("body") or run(*given))
+        monkeypatch.setattr("moelora.pipeline.head_rows", lambda *given: events.append("rows") or head_rows(*given))
+        engine.score(requests_of(9))
+        assert events == ["body", "rows"]
+
     def test_a_batch_waits_for_no_other_window(self, engine, monkeypatch):
         """The last batch of a window is not read before the first of the next is queued."""
         monkeypatch.setattr("moelora.engine.WINDOW_REQUESTS", 2)
