@@ -54,7 +54,7 @@ class Layer(torch.nn.Module):
         self.mix, self.act = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.spoil = spoil
         mix, act = self.mix.forward, self.act.forward
-        self.mix.forward = lambda hidden_states, scale, cache=None: mix(hidden_states) * scale
+        self.mix.forward = lambda hidden_states, scale, cache=None, rows=5: mix(hidden_states)[:, :rows] * scale
         self.act.forward = lambda x: (act(x), None)
         if spoil == "zeros":
             torch.nn.init.zeros_(self.act.weight)
@@ -65,7 +65,8 @@ class Layer(torch.nn.Module):
         x = self.norm1(hidden_states)
         if self.spoil == "changed":
             x.mul_(2.0)
-        x = self.mix(hidden_states=x, scale=scale * 1.0 if self.spoil == "own argument" else scale, cache=cache)
+        more = {"rows": x.shape[1]} if self.spoil == "own number" else {}
+        x = self.mix(hidden_states=x, scale=scale * 1.0 if self.spoil == "own argument" else scale, cache=cache, **more)
         if self.spoil == "in place":
             x += residual
         else:
@@ -142,7 +143,10 @@ def test_a_layer_that_adds_in_place_is_one_of_halves_too(body):
 
 @pytest.mark.parametrize(
     "body",
-    [[None, spoil, None] for spoil in ("scaled", "changed", "own argument", "twice", "zeros", "in a tuple")],
+    [
+        [None, spoil, None]
+        for spoil in ("scaled", "changed", "own argument", "own number", "twice", "zeros", "in a tuple")
+    ],
     indirect=True,
 )
 def test_a_layer_that_does_anything_else_keeps_its_code(body):

@@ -263,7 +263,7 @@ class _SeenLayer:
             return _Argument(name=_HIDDEN) if _equal(value, copy) else None
         if name is not None and name in self._given and self._given[name] is value:
             return _Argument(name=name)
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if value is None or isinstance(value, (bool, str)):  # a number may be one of this batch
             return _Argument(constant=value)
         return next((_Argument(name=key) for key, given in self._given.items() if given is value), None)
 
