@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, run
 pytestmark = pytest.mark.usefixtures("no_real_engine")
 
 
-def start(command: Command, *arguments: Any, seconds: float, **options: Any) -> subprocess.Popen[str]:
+def start(
+    command: Command, *arguments: Any, seconds: float, environment: Mapping[str, str] = {}, **options: Any
+) -> subprocess.Popen[str]:
     """`moelora prefill` as a process whose batches take `seconds` each."""
     words = ["prefill", command.model, "--input", command.input, *arguments]
     return subprocess.Popen(
@@ -22,7 +25,7 @@ def start(command: Command, *arguments: Any, seconds: float, **options: Any) -> 
         stderr=subprocess.PIPE,
         text=True,
         cwd=command.folder,
-        env={**ENVIRONMENT, "FAKE_ENGINE_SECONDS": str(seconds)},
+        env={**ENVIRONMENT, "FAKE_ENGINE_SECONDS": str(seconds), **environment},
         # A suite that runs in the background ignores SIGINT, and would hand that on.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **options,
@@ -125,18 +128,23 @@ def test_workers_finish_their_batches_too(command: Command, whom: str):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds worker processes through /proc")
 def test_workers_end_when_their_parent_is_killed(command: Command):
     many_rows(command, 200_000)
-    with start(command, "--output", command.output, "--devices", "cpu:2", seconds=0.01) as process:
+    temporary = command.folder / "temporary"
+    temporary.mkdir()
+    arguments = ["--output", command.output, "--devices", "cpu:2"]
+    with start(command, *arguments, seconds=0.01, environment={"TMPDIR": str(temporary)}) as process:
         deadline = time.monotonic() + 30
         while not (command.folder / "out.jsonl.parts" / "manifest.json").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(1)
         workers = children_of(process)
         assert len(workers) == 2
+        assert len(list(temporary.iterdir())) == 1
         process.kill()
     deadline = time.monotonic() + 60
     while any(alive(number) for number in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(alive(number) for number in workers)
+    assert list(temporary.iterdir()) == [], "what they shared with their parent"
 
 
 def alive(number: int) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 STOP_WORKER = signal.SIGUSR1
@@ -54,12 +57,20 @@ class _Handler:
         self._say("finishing the batch; Ctrl-C once more ends at once")
 
 
-def end_with(parent: int) -> None:
-    """Ends this process, as SIGTERM does, soon after its parent, whose number is given, has died."""
+def end_with(parent: int, folder: Path) -> None:
+    """Ends this process, as SIGTERM does, soon after its parent, whose number is given, has died.
+
+    folder: of the parent, which removes it unless it is killed; then it goes with the last of its children.
+    """
+
+    def clear() -> None:
+        if os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    atexit.register(clear)
     threading.Thread(target=watch, name="moelora-parent", daemon=True).start()

@@ -165,7 +165,7 @@ def _score(
     start = time.monotonic()
     worker = worker_facts(options)
     if worker is not None:
-        end_with(worker["parent"])
+        end_with(worker["parent"], Path(options["worker"]).parent)
     with ExitStack() as held:
         parts = open_parts(options, adapters) if _in_parts(options) else None
         if parts is not None:

@@ -75,7 +75,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     folder = parts_folder(output)
     began = time.monotonic()
     store, fingerprint, stamps = open_parts(options, adapters)
-    with store, tempfile.TemporaryDirectory() as private:
+    with store, tempfile.TemporaryDirectory(prefix="moelora-") as private:
         facts = {"fingerprint": fingerprint, "stamps": stamps, "workers": len(names), "parent": os.getpid()}
         (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
