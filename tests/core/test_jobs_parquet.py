@@ -108,9 +108,24 @@ def test_metadata_that_are_no_json_are_their_own_text(tmp_path):
 def test_of_a_file_the_rows_are_what_is_to_be_done(tmp_path):
     parquet.write_table(pa.table({"prompt": ["a"] * 1500, "metadata": [0.5] * 1500}), tmp_path / "in.parquet")
     with ParquetReader(tmp_path / "in.parquet") as reader:
-        assert reader.total == 1500
-        assert {row.size for row in read_rows(reader)} == {1}
-        assert reader.position == 1500
+        sizes = [row.size for row in read_rows(reader)]
+        assert len(sizes) == 1500
+        assert len(set(sizes)) == 1
+        assert reader.position == reader.total == sum(sizes)
+
+
+def test_every_line_of_a_row_counts_as_done(tmp_path):
+    """Rows are finished adapter by adapter: if only the last line of each counted, most of a run would show 0 %."""
+    parquet.write_table(pa.table({"prompt_token_ids": [[20]] * 10}), tmp_path / "in.parquet")
+    told = []
+    names = dict.fromkeys(map(str, range(40)), "/a")
+    job = PrefillJob(
+        FakeEngine(adapters=names), TextEncoder(None), JobOptions(), lambda now, _: told.append(now.input_done)
+    )
+    with ParquetReader(tmp_path / "in.parquet") as reader, open_output(tmp_path / "out.jsonl", None) as sink:
+        job.run(read_rows(reader), sink)
+        assert len(set(told)) == 10 * 40
+        assert told[-1] == reader.total
 
 
 def test_many_rows_pass_in_groups(tmp_path):

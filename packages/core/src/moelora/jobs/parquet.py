@@ -21,6 +21,8 @@ from moelora.jobs.rows import json_or_text
 
 ENDING = ".parquet"
 _BATCH_ROWS = 1024
+_ROW_SIZE = 1 << 16
+"""What a row counts as where it is counted how much of the input is done: its lines are whole parts of it."""
 _GROUP_ROWS = 8192
 _GROUP_BYTES = 64 << 20
 """Of JSON; a group of rows is written when it has that many of either."""
@@ -40,7 +42,7 @@ class ParquetReader:
     writes it so, and each run after another would quote it once more. Raises `InputError` for what is no Parquet file
     or has no row, and for values that JSON cannot hold, naming the column.
 
-    total: rows of the file; position: the number of the one that was given last.
+    total: of all rows, each of which counts as `_ROW_SIZE`; position: of those up to the one that was given last.
     """
 
     def __init__(self, source: str | Path) -> None:
@@ -55,7 +57,7 @@ class ParquetReader:
             raise InputError(f"input {source} does not exist") from None
         except (OSError, pyarrow.ArrowException) as error:
             raise InputError(f"input {source} is no readable Parquet file: {_first_line(error)}") from None
-        self.total: int | None = self._file.metadata.num_rows
+        self.total: int | None = self._file.metadata.num_rows * _ROW_SIZE
         self.position = 0
         if self.total == 0:
             raise InputError(f"input {source} has no rows")
@@ -77,12 +79,14 @@ class ParquetReader:
     def __iter__(self) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
         names = self._file.schema_arrow.names
         plain = all(map(_is_plain, self._file.schema_arrow.types))
+        number = 0
         for batch in self._file.iter_batches(batch_size=_BATCH_ROWS):
             columns, utf8 = self._columns(batch)
             for values in zip(*columns, strict=True):
-                self.position += 1
+                number += 1
+                self.position = number * _ROW_SIZE
                 row = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-                yield self.position, row if plain and utf8 else self._encode(self.position, row)
+                yield number, row if plain and utf8 else self._encode(number, row)
 
     def _columns(self, batch: Any) -> tuple[list[list[Any]], bool]:
         """The values by column, and whether all text is UTF-8; bytes that are not stay in it, for its row to answer."""
