@@ -1,5 +1,7 @@
 """Sums taken by the norm behind them, norms left to the rotary kernel behind them: when, and with which bits."""
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -252,3 +254,39 @@ def test_norms_that_an_adapter_replaces(model, ending):
     for result, want in zip(results, base, strict=True):
         assert (torch.tensor(result.token_logprobs[1:]) - want).abs().max() < 1e-4
     assert (base[0] - base[1]).abs().max() > 0.01
+
+
+def fusions(engine):
+    """How many layers and norms do something together with another kernel."""
+    found = engine.report()["substitutes"]["used"]
+    return {name: count for name, count in found.items() if name.startswith(("residual sums", "norms before"))}
+
+
+def test_what_other_threads_run_while_an_engine_looks_changes_nothing(model, monkeypatch):
+    """All engines of an architecture, and its plain models, call one rotary function."""
+    other = PrefillEngine(model / "model", options=OPTIONS)
+    original = FusedNorm.__call__
+    ran = []
+
+    def call(self, hidden_states):
+        result = original(self, hidden_states)
+        if hidden_states.ndim == 4 and len(ran) < 8 and not self.left_to_rotary:
+            ran.append(Thread(target=other.score, args=(REQUESTS[:1],)))
+            ran[-1].start()
+            ran[-1].join()
+        return result
+
+    monkeypatch.setattr(FusedNorm, "__call__", call)
+    engine = PrefillEngine(model / "model", options=OPTIONS)
+    assert ran
+    assert fusions(engine) == fusions(other) != {}
+
+
+def test_a_first_token_whose_embedding_is_zero_hides_nothing(tmp_path):
+    """The row of a padding token often is."""
+    own = save_model(tmp_path, "qwen3_moe")
+    with torch.no_grad():
+        own.model.embed_tokens.weight[0] = 0.0
+    own.save_pretrained(tmp_path)
+    found = fusions(PrefillEngine(tmp_path, options=OPTIONS))
+    assert found == {"residual sums Qwen3MoeDecoderLayer": 2, "norms before rotary Qwen3MoeRMSNorm": 4}

@@ -134,14 +134,19 @@ def _switch_on_what_is_equal(
 
 
 def _run_alone(base: BaseModel, runner: EagerRunner, length: int) -> torch.Tensor:
-    return runner.run(pack([_base_rows((0,) * length)], {}, base.device)).hidden_TH
+    return runner.run(pack([_base_rows(_tokens(base, length))], {}, base.device)).hidden_TH
 
 
 def _run_together(base: BaseModel, runner: EagerRunner, total: int) -> torch.Tensor:
     """What the body gives for two requests of `total` tokens, in one batch."""
-    second, vocab_size = max(total // 3, 1), base.text_config.vocab_size
-    ids = tuple(i % vocab_size for i in range(total))
+    second, ids = max(total // 3, 1), _tokens(base, total)
     return runner.run(pack([_base_rows(ids[:n]) for n in (total - second, second)], {}, base.device)).hidden_TH
+
+
+def _tokens(base: BaseModel, count: int) -> tuple[int, ...]:
+    """Ids that differ: one alone may have an embedding of zeros, as padding tokens do, and shows nothing then."""
+    vocab_size = base.text_config.vocab_size
+    return tuple(i % vocab_size for i in range(count))
 
 
 def _base_rows(token_ids: tuple[int, ...]) -> Sequence:

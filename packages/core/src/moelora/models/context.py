@@ -125,6 +125,7 @@ class _Current(local):
     context: ForwardContext | None = None
     positions_1T: torch.Tensor | None = None
     functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+    sees_rotary: Callable[[Any, Any], None] | None = None
 
 
 _current = _Current()
@@ -194,3 +195,19 @@ def active_functions() -> Mapping[str, Callable[..., Any]]:
 def row_positions() -> torch.Tensor | None:
     """The positions of the row that the body runs on, or None outside it."""
     return _current.positions_1T
+
+
+@contextmanager
+def rotary_told_to(see: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Within it `see` is called with the queries and keys of every call of a rotary function that a kernel replaces."""
+    _current.sees_rotary = see
+    try:
+        yield
+    finally:
+        _current.sees_rotary = None
+
+
+def tell_of_rotary(q: Any, k: Any) -> None:
+    """Says that such a function is called."""
+    if _current.sees_rotary is not None:
+        _current.sees_rotary(q, k)

@@ -11,13 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 
 from moelora.backends.base import FusedOps, HeadNorms
-from moelora.models.context import current_context, has_context
+from moelora.models.context import current_context, has_context, rotary_told_to, tell_of_rotary
 from moelora.models.norms import FusedNorm, fused_norm_of
 
 _NAME = "apply_rotary_pos_emb"
@@ -44,6 +43,7 @@ def install_rotary(namespace: Any, ops: FusedOps, draw: Callable[..., torch.Tens
         own_ops = current_context().backend.fused_ops if has_context() else None
         if own_ops is None or len(args) < 2:
             return original(*args, **kwargs)
+        tell_of_rotary(args[0], args[1])
         q_norm, k_norm = (_take_norm(x) for x in args[:2])
         times = 0 if kwargs or not _fits(args) else agreed.get((args[0].dtype, args[0].device.type), 0)
         if times and q_norm is not None and k_norm is not None and _alike(q_norm, k_norm):
@@ -95,27 +95,18 @@ def seeing_norms_before_rotary(model: torch.nn.Module) -> Iterator[list[NormsBef
         calls[norm] += 1
         results.append((result, norm))
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def watch(*args: Any, **kwargs: Any) -> Any:
-            norms = [norm for x in args[:2] for heads, norm in results if _is_turned(x, heads)]
-            if len(norms) == 2 and _alike(*norms):
-                rotated.update(norms)
-            results.clear()
-            return function(*args, **kwargs)
-
-        return watch
+    def rotary_begins(q: Any, k: Any) -> None:
+        norms = [norm for x in (q, k) for heads, norm in results if _is_turned(x, heads)]
+        if len(norms) == 2 and _alike(*norms):
+            rotated.update(norms)
+        results.clear()
 
     hooks = [m.register_forward_hook(norm_ends) for m in model.modules() if fused_norm_of(m) is not None]
-    replaced = [(n, vars(n)[_NAME]) for n in modelling_files(model) if hasattr(vars(n).get(_NAME), _ORIGINAL)]
     found: list[NormsBeforeRotary] = []
     try:
-        for namespace, function in replaced:
-            setattr(namespace, _NAME, watched(function))
-        yield found
+        with rotary_told_to(rotary_begins):
+            yield found
     finally:
-        for namespace, function in replaced:
-            setattr(namespace, _NAME, function)
         for hook in hooks:
             hook.remove()
     alone = [norm for norm, times in rotated.items() if times == calls[norm] == 1]
