@@ -12,6 +12,7 @@ from moelora import AdapterError, EngineOptions, PrefillEngine, Request
 from moelora.adapters.names import canonical
 from moelora.models.base_model import open_base
 from moelora.models.catalogue import build_catalogue
+from tiny_models import save_model
 
 CASES = [
     ("hunyuan_v1_moe", "query_layernorm"),  # [1, heads, T, D]
@@ -59,6 +60,21 @@ def test_replaced_modules_equal_changed_weights(tmp_path, architecture, ending):
         for request, result in zip(requests, engine.score(requests), strict=True):
             expected = logprobs(models[request.adapter], request.token_ids)
             torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
+
+
+def test_a_head_whose_first_rows_are_as_many_as_its_input_is_wide(tmp_path):
+    model = save_model(tmp_path / "model", "qwen3_moe")
+    weight = torch.randn(model.lm_head.weight.shape) * 0.5
+    write_adapter(tmp_path / "own", {f"{PREFIX}lm_head.weight": weight}, modules_to_save=["lm_head"], target_modules=[])
+    engine = PrefillEngine(
+        tmp_path / "model", adapters={"own": tmp_path / "own"}, options=EngineOptions(device="cpu", graph="off")
+    )
+    half = model.config.hidden_size // 2
+    ids = torch.randint(3, 120, (half,)).tolist()
+    base, own = engine.score([Request(token_ids=ids), Request(token_ids=ids, adapter="own")])
+    torch.testing.assert_close(torch.tensor(base.token_logprobs[1:]), logprobs(model, ids), atol=1e-4, rtol=0)
+    model.lm_head.weight.data = weight
+    torch.testing.assert_close(torch.tensor(own.token_logprobs[1:]), logprobs(model, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

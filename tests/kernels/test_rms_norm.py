@@ -7,6 +7,9 @@ from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, randn, relative_error
 from moelora.errors import ConfigError
+from moelora.models.norms import norm_form
+from moelora.models.substitutes import _agree
+from moelora_kernels.fused import TritonOps
 from moelora_kernels.ops.rms_norm import VARIANTS, naive_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,6 +92,8 @@ def test_rounds_as_the_transformers_modules(module, name, variant):
         norm.weight.copy_(randn(32, seed=6))
         got, _ = naive_rms_norm(x, norm.weight, 1e-6, variant=variant)
         assert torch.equal(got, norm(x))
+        x = randn(1, 37, 32, seed=7, dtype=torch.float16, device=DEVICES[0])
+        assert norm_form(norm.to(DEVICES[0]), TritonOps(), x, _agree) == (1e-6, variant)
 
 
 def test_refusals():

@@ -27,6 +27,9 @@ _PROBE_TOKENS = 149
 Two thirds of it are more than the chunks of 64 tokens that kernels of linear attention cut a request into.
 """
 
+_HEAD_ROWS = 3
+"""As many rows as no other dimension of a head has: an adapter that replaces it learns here where they are counted."""
+
 _MODEL_ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError)
 """What a model's code raises where it cannot run."""
 
@@ -75,8 +78,8 @@ def _try_alone(base: BaseModel, runner: EagerRunner, head: ScoringHead, length: 
     """One request of `length` tokens, through body and head. Returns what the body gave, `[T, H]`."""
     try:
         hidden_TH = _run_alone(base, runner, length)
-        base_row = torch.full((1,), BASE_SLOT, dtype=torch.int32, device=base.device)
-        head.logits(hidden_TH[-1:], base_row, has_lora=False)
+        base_rows = torch.full((_HEAD_ROWS,), BASE_SLOT, dtype=torch.int32, device=base.device)
+        head.logits(hidden_TH[-1:].repeat(_HEAD_ROWS, 1), base_rows, has_lora=False)
         head.recognise(hidden_TH[-2:])
     except torch.OutOfMemoryError:
         raise
