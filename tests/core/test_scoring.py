@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arch_world import logprobs, make, runnable
 from moelora import EngineOptions, PrefillEngine, Request
 from moelora.backends import get_backend
 from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
+from moelora.jobs.dry import dry_scorer
+from moelora.jobs.plan import PlanningEngine
 from moelora.models.base_model import load_base, open_base
 from moelora.scoring.head import ScoringHead
 from tiny_models import VOCAB, save_model, tiny_config
@@ -113,6 +116,27 @@ def test_top_k_of_the_whole_vocabulary(tmp_path):
     (result,) = engine.score([Request(token_ids=[1, 2], top_k=VOCAB)])
     assert len(result.top_logprobs) == VOCAB
     assert abs(sum(2.718281828459045**t.logprob for t in result.top_logprobs) - 1) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_padding_of_the_embedding_is_no_vocabulary(tmp_path):
+    """A head that leaves it out has no logit for such a token."""
+    model_class, config = runnable("inkling2")
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    size = config.unpadded_vocab_size
+    assert size < config.vocab_size
+    options = EngineOptions(device="cpu")
+    engine = PrefillEngine(tmp_path, options=options)
+    planned = PlanningEngine(tmp_path, adapters={}, options=options)
+    last, beyond = (Request(token_ids=[5, token], top_k=size) for token in (size - 1, size))
+    for one in (engine, planned, dry_scorer(tmp_path, [])):
+        assert one.vocab_size == size
+        assert one.check(last) is None
+        assert one.check(beyond) == f"token id {size} is outside the vocabulary [0, {size})"
+    (result,) = engine.score([last])
+    assert len(result.top_logprobs) == size
+    expected = logprobs(model_class.from_pretrained(tmp_path).eval(), last.token_ids)
+    assert abs(result.token_logprobs[1] - float(expected)) < 1e-4
 
 
 def test_a_logit_of_minus_infinity(tmp_path, monkeypatch):

@@ -10,6 +10,12 @@ from moelora.errors import choose_from
 from moelora.types import BASE_ADAPTER, Request
 
 
+def vocab_size_of(text_config: Any) -> int:
+    """V: token ids lie in [0, V). An embedding may have more rows, as padding, which some heads give no logits for."""
+    size = int(text_config.vocab_size)
+    return min(size, getattr(text_config, "unpadded_vocab_size", None) or size)
+
+
 def check_request(
     request: Request, *, adapters: Collection[str], vocab_size: int, max_positions: int | None
 ) -> str | None:

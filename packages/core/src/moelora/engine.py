@@ -19,7 +19,7 @@ from moelora.backends.base import AttentionChoices, DenseSlots
 from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.slots import look_ahead
 from moelora.capacity import EagerReason
-from moelora.checks import check_request, count_tokens
+from moelora.checks import check_request, count_tokens, vocab_size_of
 from moelora.engine_report import engine_report
 from moelora.environment import release_importers, resolve_device
 from moelora.errors import ConfigError, RequestError
@@ -109,7 +109,7 @@ class PrefillEngine:
         if self._quantised:
             say(self._quantised)
         # Asked for every request, and transformers' configs answer slowly.
-        self._vocab_size: int = self._base.text_config.vocab_size
+        self._vocab_size = vocab_size_of(self._base.text_config)
         self._max_positions: int | None = getattr(self._base.text_config, "max_position_embeddings", None)
         meter.kept("static", self._prepare_backend)
         # Before LoRA is hooked in: a substitute is compared with the bare module.

@@ -25,6 +25,7 @@ from moelora.bench.peer import TransformersPeer
 from moelora.bench.report import OWN, BenchReport, Setup
 from moelora.bench.workloads import Task, Workload
 from moelora.capacity import bucket_for, default_buckets
+from moelora.checks import vocab_size_of
 from moelora.engine import PrefillEngine
 from moelora.environment import freeze_objects, resolve_device
 from moelora.errors import ConfigError
@@ -252,7 +253,7 @@ class _Bench:
             beyond_bytes=setup.weight_bytes,
         )
         limits = self._limits(self._options, {})
-        vocab = int(self._source.config.get_text_config().vocab_size)
+        vocab = vocab_size_of(self._source.config.get_text_config())
         for workload, task, mixed in self._cases("timing", count):
             one = measure_peer(
                 peer, setting, workload, task, mixed=mixed, timing=self._timing(report, limits), vocab=vocab

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelora.checks import check_request
+from moelora.checks import check_request, vocab_size_of
 from moelora.errors import CheckpointError
 from moelora.models.checkpoint import find_model_folder
 from moelora.types import Request, Result
@@ -47,8 +47,7 @@ def dry_scorer(model: str | Path, adapter_names: Sequence[str]) -> DryScorer:
     from moelora.models.base_model import read_config
 
     config = read_config(find_model_folder(model)).get_text_config()
-    vocab_size = getattr(config, "vocab_size", None)
-    if not vocab_size:
+    if not getattr(config, "vocab_size", None):
         raise CheckpointError(f"the config of {model} names no vocab_size")
     positions = getattr(config, "max_position_embeddings", None)
-    return DryScorer(vocab_size=vocab_size, max_positions=positions, adapter_names=list(adapter_names))
+    return DryScorer(vocab_size=vocab_size_of(config), max_positions=positions, adapter_names=list(adapter_names))

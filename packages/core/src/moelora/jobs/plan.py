@@ -14,7 +14,7 @@ from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import expand
 from moelora.batching.slots import SlotSchedule
 from moelora.capacity import Admission, EagerReason, admit
-from moelora.checks import check_request, count_tokens
+from moelora.checks import check_request, count_tokens, vocab_size_of
 from moelora.counts import Counts
 from moelora.environment import resolve_device
 from moelora.graphs.select import first_mode
@@ -84,7 +84,7 @@ class PlanningEngine:
     @property
     def vocab_size(self) -> int:
         """V: token ids lie in [0, V)."""
-        return int(self._source.config.get_text_config().vocab_size)
+        return vocab_size_of(self._source.config.get_text_config())
 
     @property
     def max_positions(self) -> int | None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from moelora.backends.base import Backend, DenseSlots, HeadWeights, RowScores
 from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
+from moelora.checks import vocab_size_of
 from moelora.models.base_model import BaseModel
 from moelora.models.context import ForwardContext, forward_context
 from moelora.models.decoder import body_name
@@ -75,7 +76,7 @@ class ScoringHead:
         self._fused_head: HeadWeights | None = None
         self._may_fuse = backend.fused_ops is not None and not replaced
         self._backend = backend
-        self._vocab = base.text_config.vocab_size
+        self._vocab = vocab_size_of(base.text_config)
         free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else None
         dtype = base.causal_lm.get_output_embeddings().weight.dtype
         self.chunk_rows = chunk_rows or chunk_rows_of(base.text_config.vocab_size, dtype, free)
