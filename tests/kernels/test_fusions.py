@@ -56,7 +56,9 @@ class Layer(torch.nn.Module):
         self.mix, self.act = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.spoil = spoil
         mix, act = self.mix.forward, self.act.forward
-        self.mix.forward = lambda hidden_states, scale, cache=None, rows=5: mix(hidden_states)[:, :rows] * scale
+        self.mix.forward = lambda hidden_states, scale, cache=None, rows=5, some=True: (
+            mix(hidden_states)[:, :rows] * scale * some
+        )
         self.act.forward = lambda x: (act(x), None)
         if spoil == "zeros":
             torch.nn.init.zeros_(self.act.weight)
@@ -67,8 +69,12 @@ class Layer(torch.nn.Module):
         x = self.norm1(hidden_states)
         if self.spoil == "changed":
             x.mul_(2.0)
-        more = {"rows": x.shape[1]} if self.spoil == "own number" else {}
-        x = self.mix(hidden_states=x, scale=scale * 1.0 if self.spoil == "own argument" else scale, cache=cache, **more)
+        own = {
+            "own argument": {"scale": scale * 1.0},
+            "own number": {"rows": x.shape[1]},
+            "own flag": {"some": x.shape[1] > 0},
+        }
+        x = self.mix(hidden_states=x, **{"scale": scale, "cache": cache, **own.get(self.spoil, {})})
         if self.spoil == "in place":
             x += residual
         else:
@@ -147,7 +153,7 @@ def test_a_layer_that_adds_in_place_is_one_of_halves_too(body):
     "body",
     [
         [None, spoil, None]
-        for spoil in ("scaled", "changed", "own argument", "own number", "twice", "zeros", "in a tuple")
+        for spoil in ("scaled", "changed", "own argument", "own number", "own flag", "twice", "zeros", "in a tuple")
     ],
     indirect=True,
 )

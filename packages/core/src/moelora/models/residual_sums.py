@@ -24,10 +24,9 @@ _HIDDEN = "hidden_states"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Argument:
-    """Where an argument of f comes from: the layer's argument `name`, or a constant. _HIDDEN: what the norm gave."""
+    """Where an argument of f comes from: the layer's argument `name`. _HIDDEN: what the norm gave. None: it is None."""
 
-    name: str | None = None
-    constant: Any = None
+    name: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class _Half:
 
         def value(argument: _Argument) -> Any:
             if argument.name is None:
-                return argument.constant
+                return None
             return normed if argument.name == _HIDDEN else given[argument.name]
 
         out = self.f(*map(value, self.args), **{name: value(one) for name, one in self.kwargs.items()})
@@ -263,8 +262,10 @@ class _SeenLayer:
             return _Argument(name=_HIDDEN) if _equal(value, copy) else None
         if name is not None and name in self._given and self._given[name] is value:
             return _Argument(name=name)
-        if value is None or isinstance(value, (bool, str)):  # a number may be one of this batch
-            return _Argument(constant=value)
+        if value is None:
+            return _Argument(name=None)
+        if isinstance(value, (bool, int, float, str)):  # it may be one of this batch, and the same object none the less
+            return None
         return next((_Argument(name=key) for key, given in self._given.items() if given is value), None)
 
     def _give_up(self) -> None:
