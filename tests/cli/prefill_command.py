@@ -39,6 +39,8 @@ class Command:
         self.input = folder / "in.jsonl"
         self.output = folder / "out.jsonl"
         self.input.write_text(GOOD)
+        for adapter in ("adapter", "broken"):  # beside the folder, where no test looks at what was written
+            (folder.parent / adapter).mkdir(exist_ok=True)
 
     def __call__(self, *arguments: Any, input_: Any = None, output: Any = None, model: Any = None) -> Outcome:
         files = ["--input", input_ or self.input, "--output", output or self.output]

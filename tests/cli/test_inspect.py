@@ -87,6 +87,21 @@ def test_an_adapter_says_what_it_was_trained_on(tmp_path: Path, capsys: pytest.C
     assert json.loads(inspect(capsys, tmp_path / "empty", "--json")[1])["base_model"] is None
 
 
+def test_the_last_line_is_the_verdict(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    good, bad = make_adapter(tmp_path / "a"), make_adapter(tmp_path / "b", module="self_attn.z_proj")
+    example = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
+    for arguments, verdict in (
+        ([good, "--model", model], "loads: yes"),
+        ([good], "loads: yes, as far as its own files tell; --model checks the fit"),
+        ([bad, "--model", model], "loads: no"),
+        ([example], "loads: yes"),
+        ([model], "loads: no"),  # its weights are missing
+    ):
+        code, out, _ = inspect(capsys, *arguments)
+        assert (out.splitlines()[-1], code) == (verdict, 2 if verdict == "loads: no" else 0)
+        assert json.loads(inspect(capsys, *arguments, "--json")[1])["loads"] is (code == 0)
+
+
 def test_layers_that_are_alike_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, out, _ = inspect(capsys, make_adapter(tmp_path / "a"))
     assert code == 0

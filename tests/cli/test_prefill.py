@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_real_engine")
 
 
 def test_scores_go_to_the_file_and_words_to_stderr(command: Command):
-    done = command("--adapters", "A=/a", "--with-base")
+    done = command("--adapters", "A=../adapter", "--with-base")
     assert (done.code, done.stdout) == (0, "")
     assert [(r["id"], r["adapter"]) for r in command.rows] == [
         ("a", "__base__"),
@@ -47,7 +47,7 @@ def test_standard_output_holds_results_alone(command: Command):
 
 
 def test_quiet_says_nothing_but_warnings(command: Command):
-    done = command("--adapters", "twin=/a", "--with-base", "--quiet", output="-")
+    done = command("--adapters", "twin=../adapter", "--with-base", "--quiet", output="-")
     lines = [line for line in done.stderr.splitlines() if line != "a library prints to stdout"]
     assert len(lines) == 1
     assert lines[0].startswith("warning: adapter 'twin' scores exactly as the base")
@@ -60,7 +60,7 @@ def test_standard_input(command: Command, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet", "-"])
 def test_a_report_that_ends_in_html_is_a_page(command: Command, output: str):
-    done = command("--report", "r.html", "--adapters", "A=/a", "--with-base", output=output)
+    done = command("--report", "r.html", "--adapters", "A=../adapter", "--with-base", output=output)
     assert done.code == 0
     page = (command.folder / "r.html").read_text()
     assert page.startswith("<!doctype html>")
@@ -89,7 +89,7 @@ def test_the_share_done_of_a_file_ascends_to_the_whole(command: Command, monkeyp
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     command.input.write_text("{\n" + "".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 120)) + "{")
     shard = ["--shard", "0/1"] if output == "shards" else []
-    done = command("--adapters", "A=/a", "--with-base", *shard, output=output)
+    done = command("--adapters", "A=../adapter", "--with-base", *shard, output=output)
     shares = [int(share) for share in re.findall(r"^(\d+) %", done.stderr, re.M)]
     assert shares == sorted(shares)
     assert len(set(shares)) > 30
@@ -125,7 +125,7 @@ def test_for_an_input_without_a_good_row_nothing_is_loaded(
     command.input.write_text(
         '{"text": "a"}\n\n{"prompt_token_ids": [1], "adapter": "B"}\n{"prompt_token_ids": [9999]}\n'
     )
-    arguments = ["--adapters", "A=/a", "--report", "r.html", "--metrics-file", "m.prom", *more]
+    arguments = ["--adapters", "A=../adapter", "--report", "r.html", "--metrics-file", "m.prom", *more]
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["moelora.engine"], "PrefillEngine", None)
         done = command(*arguments, output=output)
@@ -154,13 +154,15 @@ def test_a_run_without_a_good_row_leaves_no_parts_of_another(command: Command):
 
 
 def test_report_and_metrics(command: Command):
-    done = command("--report", "new/report.json", "--metrics-file", "m.prom", "--top-k", 2, "--adapters", "A=/a")
+    done = command(
+        "--report", "new/report.json", "--metrics-file", "m.prom", "--top-k", 2, "--adapters", "A=../adapter"
+    )
     assert done.code == 0
     report = json.loads((command.folder / "new" / "report.json").read_text())
     assert report["tokens"] == sum(
         r["num_tokens"] + sum(c["num_tokens"] for c in r.get("choices", [])) for r in command.rows
     )
-    assert report["run"]["adapters"] == {"A": "/a"}
+    assert report["run"]["adapters"] == {"A": "../adapter"}
     assert report["run"]["top_k"] == 2
     assert report["engine"]["padding_share"] == 0.1
     assert "moelora_requests_total 2.0" in (command.folder / "m.prom").read_text()
@@ -203,7 +205,7 @@ def test_options_reach_the_engine(command: Command, monkeypatch: pytest.MonkeyPa
 def test_a_dry_run_prints_ids_and_writes_nothing(command: Command):
     sys.modules["moelora.engine"] = None  # type: ignore[assignment]
     command.input.write_text('{"prompt": "<s>hello", "choices": [" world"]}\n{"prompt_token_ids": [2000]}\n')
-    done = command("--dry-run", "--adapters", "A=/none", "--default-adapter", "A")
+    done = command("--dry-run", "--adapters", "A=../adapter", "--default-adapter", "A")
     assert done.code == 3
     assert done.rows[0]["adapter"] == "A"
     assert done.rows[0]["token_ids"][0] != done.rows[0]["token_ids"][1]
@@ -229,11 +231,13 @@ def test_rows_with_errors_give_code_3_and_the_rest_is_scored(command: Command):
 # Refused before any work.
 
 REFUSED = [
-    (["--adapters", "A=/x", "--adapters", "A=/y"], "'A' is given twice"),
+    (["--adapters", "A=../adapter", "--adapters", "A=../broken"], "'A' is given twice"),
     (["--adapters", "*=/x"], "stands for all adapters"),
     (["--adapters", "/none"], "no such file or folder"),
-    (["--adapters", "A=/broken/lora"], "adapter 'A' in /broken/lora is broken"),
-    (["--default-adapter", "A1", "--adapters", "A=/x"], "unknown default adapter 'A1'. Did you mean 'A'?"),
+    (["--adapters", "A=../broken"], "adapter 'A' in ../broken is broken"),
+    (["--adapters", "A=none"], "--adapters A=none: the folder of adapter 'A', none, does not exist"),
+    (["--adapters", "A=in.jsonl"], "adapter 'A' must be a folder, and in.jsonl is a file"),
+    (["--default-adapter", "A1", "--adapters", "A=../adapter"], "unknown default adapter 'A1'. Did you mean 'A'?"),
     (["--default-adapter", "*"], "no adapters are given"),
     (["--top-k", "-1"], "--top-k"),
     (["--top-k", "2001"], "the vocabulary has only 2000 tokens"),
@@ -271,11 +275,13 @@ def test_bad_options_are_refused(command: Command, arguments: list[str], message
 def test_bad_inputs_are_refused(command: Command):
     (command.folder / "empty.jsonl").write_text("\n")
     (command.folder / "x.parquet").write_text("PAR1")
+    (command.folder / "notes.md").write_text("# notes\n\nMany lines.\n")
     for path, message in [
         ("none.jsonl", "does not exist"),
         (".", "is a directory"),
         ("empty.jsonl", "is empty"),
         ("x.parquet", "is no readable Parquet file"),
+        ("notes.md", "is not named .jsonl or .ndjson, and its first line is no row (not valid JSON"),
     ]:
         done = command(input_=path)
         assert done.code == 2

@@ -70,7 +70,7 @@ def test_a_run_killed_before_its_first_part_keeps_nothing_from_another(command: 
     while any(Path(f"/proc/{worker}").exists() for worker in left) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert manifest.exists()
-    done = run(*arguments, "--adapters", "A=/a", cwd=command.folder, env=ENVIRONMENT)
+    done = run(*arguments, "--adapters", "A=../adapter", cwd=command.folder, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert {row["adapter"] for row in command.rows} == {"A"}
     assert command.files() == {"in.jsonl", "out.jsonl"}
@@ -116,7 +116,7 @@ def test_parts_of_another_run_are_refused_by_what_changed(command: Command, monk
         refused = command("--quiet", "--top-k", 1)
         assert refused.code == 2
         assert "option top_k (0 before, 1 now)" in refused.stderr
-        assert "adapter A (new)" in command("--quiet", "--adapters", "A=/a").stderr
+        assert "adapter A (new)" in command("--quiet", "--adapters", "A=../adapter").stderr
         many_rows(command, 5_000)
         assert "changed since: input" in command("--quiet").stderr
         refused = run("prefill", command.model, "--input", command.input, "--output", command.output, "--devices",
@@ -271,9 +271,9 @@ def test_workers_get_adapters_by_whatever_name_and_however_many(command: Command
 
 def test_workers_that_are_refused_say_why(command: Command):
     done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
-               "--adapters", "A=/broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
+               "--adapters", "A=../broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == "error: adapter 'A' in /broken is broken"
+    assert done.stderr.splitlines()[-1] == f"error: adapter 'A' in {command.folder}/../broken is broken"
     assert command.files() == {"in.jsonl"}
 
 

@@ -15,8 +15,10 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def test_a_name_and_a_path(tmp_path: Path):
-    assert resolve_adapters([f"A={tmp_path / 'x'}", "B=rel/y=z"]) == {"A": tmp_path / "x", "B": Path("rel/y=z")}
+def test_a_name_and_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "y=z").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_adapters([f"A={tmp_path}", "B=./y=z"]) == {"A": tmp_path, "B": Path("y=z")}
 
 
 def test_a_folder_that_is_an_adapter_is_named_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,15 +37,27 @@ def test_a_folder_of_adapters_is_taken_in_alphabetical_order(tmp_path: Path):
 
 
 def test_a_list_file_has_names_and_paths_relative_to_itself(tmp_path: Path):
-    (tmp_path / "sub").mkdir()
+    for folder in ("sub/one", "two", "c"):
+        (tmp_path / folder).mkdir(parents=True)
     lines = [{"name": "A", "path": "one"}, {"lora_name": "B", "lora_path": str(tmp_path / "two")}]
     file = tmp_path / "sub" / "adapters.jsonl"
     file.write_text("\ufeff" + "\r\n\n".join(map(json.dumps, lines)))
-    assert resolve_adapters([str(file), "C=/c"]) == {
+    assert resolve_adapters([str(file), f"C={tmp_path / 'c'}"]) == {
         "A": tmp_path / "sub" / "one",
         "B": tmp_path / "two",
-        "C": Path("/c"),
+        "C": tmp_path / "c",
     }
+
+
+def test_a_path_that_leads_nowhere_is_refused_with_the_name_and_where_it_was_given(tmp_path: Path):
+    make(tmp_path / "good")
+    with pytest.raises(ConfigError, match=r"--adapters B=/none/such: .*'B', /none/such, does not exist"):
+        resolve_adapters([f"A={tmp_path / 'good'}", "B=/none/such"])
+    (tmp_path / "list.jsonl").write_text('{"name": "C", "path": "gone"}')
+    with pytest.raises(ConfigError, match=r"list\.jsonl: .*'C', .*gone, does not exist"):
+        resolve_adapters([str(tmp_path / "list.jsonl")])
+    with pytest.raises(ConfigError, match=r"'D' must be a folder, and .*list\.jsonl is a file"):
+        resolve_adapters([f"D={tmp_path / 'list.jsonl'}"])
 
 
 @pytest.mark.parametrize(

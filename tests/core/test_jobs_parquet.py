@@ -16,7 +16,7 @@ from fake_engine import FakeEngine
 from moelora.errors import InputError
 from moelora.jobs.parquet import ParquetReader, _table, _table_by_rows, output_schema
 from moelora.jobs.reader import LineReader, open_rows
-from moelora.jobs.rows import parse_rows, read_rows
+from moelora.jobs.rows import ROW_KEYS, parse_rows, read_rows
 from moelora.jobs.run import JobOptions, PrefillJob
 from moelora.jobs.text import TextEncoder
 from moelora.jobs.writer import encode_row, open_output
@@ -173,6 +173,21 @@ def test_columns_that_json_does_not_have_are_refused_before_any_work(tmp_path, v
     parquet.write_table(pa.table({"prompt": ["a", "b"], "metadata": [None, value]}), tmp_path / "in.parquet")
     with pytest.raises(InputError, match=r"column 'metadata' is of type .*, which JSON does not have"):
         ParquetReader(tmp_path / "in.parquet")
+
+
+def test_columns_that_no_row_may_have_are_refused_by_name_before_any_work(tmp_path):
+    parquet.write_table(pa.table({"prompt": ["a"], "text": ["b"], "num_tokens": [1]}), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match=r"no columns 'text' \(did you mean 'prompt'\?\), 'num_tokens'\. Valid: "):
+        ParquetReader(tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [20, 21]}\n')
+    score(tmp_path / "in.jsonl", tmp_path / "out.parquet")
+    with pytest.raises(InputError) as refused:
+        open_rows(tmp_path / "out.parquet")
+    unknown = str(refused.value).split("rows have no columns ")[1].split(". Valid: ")[0]
+    assert [part.split()[0].strip("',") for part in unknown.split(", ")] == [
+        name for name in output_schema().names if name not in ROW_KEYS
+    ]
+    assert "'token_ids' (did you mean 'prompt_token_ids'?)" in unknown
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):

@@ -2,7 +2,9 @@
 
 import gzip
 import io
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,45 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, name: str):
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(InputError, match="accepted is JSON Lines"):
         LineReader(tmp_path / name)
+
+
+TEXT = b"# notes\n" + b"a line of prose\n" * 500
+ROWS = b'{"prompt": "a"}\n{"prompt": "b"}\n'
+
+
+@pytest.mark.parametrize("name", ["README.md", "notes.txt", "rows.json", "rows", "rows.jsonl.bak"])
+def test_other_names_need_a_row_in_the_first_line(tmp_path: Path, name: str):
+    path = tmp_path / name
+    for content in (TEXT, b'{\n  "prompt": "one object over lines"\n}\n', b"\n\nx\n", b"3\n"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"not named \.jsonl or \.ndjson.*accepted is JSON Lines"):
+            LineReader(path)
+    path.write_bytes(b"\xef\xbb\xbf\n" + ROWS + b"only this row is bad\n")
+    assert [row.error is None for row in read_rows(LineReader(path))] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.JSONL"])
+def test_a_bad_first_line_of_a_file_named_so_costs_its_row(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b"{\n" + ROWS)
+    with LineReader(tmp_path / name) as lines:
+        assert [row.error is None for row in read_rows(lines)] == [False, True, True]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+def test_of_a_pipe_a_bad_first_line_costs_its_row(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    writer = threading.Thread(target=(tmp_path / "pipe.txt").write_bytes, args=(b"x\n" + ROWS,))
+    writer.start()
+    with LineReader(tmp_path / "pipe.txt") as lines:
+        assert [row.error is None for row in read_rows(lines)] == [False, True, True]
+    writer.join()
+
+
+def test_a_link_is_named_as_what_it_leads_to(tmp_path: Path):
+    """As /dev/stdin is, where a shell has put a file there."""
+    (tmp_path / "rows.jsonl").write_bytes(b"{\n" + ROWS)
+    (tmp_path / "stdin").symlink_to(tmp_path / "rows.jsonl")
+    assert len(read(tmp_path / "stdin")) == 3
 
 
 @pytest.mark.parametrize(

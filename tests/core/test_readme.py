@@ -3,10 +3,13 @@
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from moelora.jobs.rows import parse_row
 from moelora_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,15 +42,68 @@ def test_the_commands_run_with_the_rows_that_the_page_shows(page, monkeypatch, t
         with pytest.raises(SystemExit) as ended:
             main(shlex.split(command)[1:])
         assert (ended.value.code or 0) == 0, f"{command}: {capsys.readouterr().err}"
-    scores = [json.loads(line) for line in (tmp_path / "scores.jsonl").open(encoding="utf-8")]
+    output = re.search(r"--output (\S*scores\.jsonl)", "\n".join(commands))[1]
+    scores = [json.loads(line) for line in (tmp_path / output).open(encoding="utf-8")]
     assert [row["error"] for row in scores] == [None] * len(scores)
     assert {row["id"] for row in scores} == {"a", "b", "c"}
+
+
+def test_one_page_after_the_other_runs_in_one_folder():
+    outputs = [set(re.findall(r"--output (\S+)", "\n".join(blocks(page, "bash")))) for page in PAGES]
+    assert outputs[0] & outputs[1] == set()
+
+
+@pytest.fixture
+def scored(monkeypatch, tmp_path):
+    """A folder with an output of two adapters, one good and one bad row, in both formats."""
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "prompt": "def main():", "metadata": 7}\n{"prompt": ""}\n')
+    monkeypatch.chdir(tmp_path)
+    example = ROOT / "examples" / "tiny-moe"
+    for name in ("scores.jsonl", "scores.parquet"):
+        arguments = ["--adapters", f"{example}/adapters", "--logprobs", "tokens", "--quiet", "--output", name]
+        with pytest.raises(SystemExit) as ended:
+            main(["prefill", str(example), "--input", "rows.jsonl", *arguments])
+        assert ended.value.code == 3
+    return tmp_path
+
+
+def assert_scores_anew(source, capsys):
+    """A next input gives what the run before gave for that adapter."""
+    capsys.readouterr()
+    example = ROOT / "examples" / "tiny-moe"
+    with pytest.raises(SystemExit) as ended:
+        main(["prefill", str(example), "--adapters", f"{example}/adapters", "--input", source, "--output", "n.jsonl"])
+    assert (ended.value.code or 0) == 0, capsys.readouterr().err
+    (again,) = map(json.loads, Path("n.jsonl").read_text().splitlines())
+    before = map(json.loads, Path("scores.jsonl").read_text().splitlines())
+    first = next(one for one in before if one["adapter"] == "python")
+    assert again["logprob_sum"] == pytest.approx(first["logprob_sum"], abs=1e-4)
+    assert (again["id"], again["adapter"], again["metadata"]) == ("a", "python", 7)
+
+
+def test_the_output_of_one_run_becomes_the_next_input_as_the_page_of_files_has_it(scored, capsys):
+    pytest.importorskip("pyarrow", reason="Parquet is an extra")
+    (recipe,) = blocks("docs/files.md", "python")
+    exec(compile(recipe, "files.md", "exec"), {})
+    assert_scores_anew("next.parquet", capsys)
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the line needs jq")
+def test_the_line_for_json_lines_does_the_same(scored, capsys):
+    (recipe,) = blocks("docs/files.md", "bash")
+    subprocess.run(recipe, shell=True, check=True)
+    assert_scores_anew("next.jsonl", capsys)
+
+
+def test_the_rows_that_the_page_of_files_shows_are_rows():
+    for line in blocks("docs/files.md", "json")[0].splitlines():
+        assert parse_row(1, line.encode()).error is None
 
 
 def test_the_output_that_the_page_of_commands_shows_is_what_plan_prints(monkeypatch, capfd):
     """But for its numbers, which move with every change of the planner."""
     monkeypatch.chdir(ROOT)
-    command = blocks("docs/commands.md", "bash")[0].replace("\\\n", " ")
+    command = next(block for block in blocks("docs/commands.md", "bash") if "plan" in block).replace("\\\n", " ")
     assert command.startswith("moelora plan ")
     with pytest.raises(SystemExit):
         main(shlex.split(command)[1:])

@@ -55,6 +55,7 @@ def inspect(path: str, model: str | None, lora_b_layout: str | None, as_json: bo
         raise ConfigError(f"--model is for adapters, and {path} is not one (an adapter has no config.json)")
     else:
         facts = checkpoint_facts(path)
+    facts["loads"] = not facts["refused"]
     click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
     return EXIT_REFUSED if facts["refused"] else EXIT_DONE
 
@@ -153,12 +154,22 @@ def _catalogue(model: str) -> tuple[Catalogue, Any]:
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     """The facts for people: targets that differ by their layer's number alone share a line, see `_target_lines`."""
-    plain = {key: value for key, value in facts.items() if key not in ("targets", "notes", "refused")}
+    plain = {key: value for key, value in facts.items() if key not in ("targets", "notes", "refused", "loads")}
     width = max(map(len, plain))
     lines = [f"{key:<{width}}  {_shown(key, value)}" for key, value in plain.items() if value is not None]
     lines += _target_lines(facts.get("targets", []))
     lines += [f"note: {note}" for note in facts.get("notes", [])]
-    return lines + [f"refused: {reason}" for reason in facts["refused"]]
+    lines += [f"refused: {reason}" for reason in facts["refused"]]
+    return [*lines, f"loads: {_verdict(facts)}"]
+
+
+def _verdict(facts: dict[str, Any]) -> str:
+    """Whether a run would take it. Without its model, of an adapter only what its own files tell is known."""
+    if not facts["loads"]:
+        return "no"
+    if "checkpoint" in facts or facts["model"]:
+        return "yes"
+    return "yes, as far as its own files tell; --model checks the fit"
 
 
 def _target_lines(targets: list[dict[str, Any]]) -> list[str]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -250,7 +251,9 @@ def stdout_for_results() -> Iterator[BinaryIO | None]:
 
 
 def quiet_libraries() -> None:
-    """Keeps bars and hints of the libraries off stderr; their warnings and errors stay."""
+    """Keeps bars and hints of the libraries off stderr; warnings of what a user could change, and errors, stay."""
+    # Of transformers about an attribute that PEFT reads; it comes with every model that PEFT wraps.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -21,8 +21,8 @@ def resolve_adapters(values: Iterable[str]) -> dict[str, Path]:
     """Adapter folders by name, in the order given.
 
     Each value is one of: an existing path (an adapter's folder, named after it; a folder of adapters, by name in
-    alphabetical order; a `.jsonl` file with `name` and `path`, relative to that file), or `NAME=PATH`. Whether an
-    adapter's folder holds a sound adapter is found out when it is loaded. Raises `ConfigError`.
+    alphabetical order; a `.jsonl` file with `name` and `path`, relative to that file), or `NAME=PATH`. Whether a
+    folder holds a sound adapter is found out when it is loaded. Raises `ConfigError`, also for a missing folder.
     """
     adapters: dict[str, Path] = {}
     origin: dict[str, str] = {}
@@ -36,6 +36,11 @@ def resolve_adapters(values: Iterable[str]) -> dict[str, Path]:
                 )
             adapters[name] = path
             origin[name] = value
+    for name, path in adapters.items():
+        if not path.exists():
+            raise ConfigError(f"--adapters {origin[name]}: the folder of adapter {name!r}, {path}, does not exist")
+        if not path.is_dir():
+            raise ConfigError(f"--adapters {origin[name]}: adapter {name!r} must be a folder, and {path} is a file")
     return adapters
 
 

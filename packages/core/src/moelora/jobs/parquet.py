@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from moelora.errors import ConfigError, InputError, named
-from moelora.jobs.rows import json_or_text
+from moelora.jobs.rows import ROW_KEYS, json_or_text, nearest_key
 
 ENDING = ".parquet"
 _BATCH_ROWS = 1024
@@ -40,7 +40,7 @@ class ParquetReader:
     Rows of columns that hold nothing but what JSON has come as objects, without the way through text. Null columns are
     left out, as absent keys are. Text in the column `metadata` is read as JSON if it is that, since `ParquetSink`
     writes it so, and each run after another would quote it once more. Raises `InputError` for what is no Parquet file
-    or has no row, and for values that JSON cannot hold, naming the column.
+    or has no row, for columns that no row may have, and for values that JSON cannot hold, naming the column.
 
     total: of all rows, each of which counts as `_ROW_SIZE`; position: of those up to the one that was given last.
     """
@@ -64,10 +64,15 @@ class ParquetReader:
         self._check_columns()
 
     def _check_columns(self) -> None:
-        """Before any work: of two columns of one name a row would keep one alone."""
+        """Before any work: what is wrong with a column is wrong with every row."""
         from pyarrow import types
 
         schema = self._file.schema_arrow
+        unknown = {name: nearest_key(name) for name in schema.names if name not in ROW_KEYS}
+        if unknown:
+            shown = [f"{name!r} (did you mean {key!r}?)" if key else repr(name) for name, key in unknown.items()]
+            valid = ", ".join(ROW_KEYS)
+            raise InputError(f"input {self.name}: rows have no columns {', '.join(shown)}. Valid: {valid}")
         for name in schema.names:
             count = schema.names.count(name)
             if count > 1:

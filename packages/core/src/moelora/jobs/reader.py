@@ -11,10 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from moelora.errors import InputError
+from moelora.errors import InputError, RequestError
 from moelora.jobs.parquet import ENDING, ParquetReader
+from moelora.jobs.rows import load_object
 
 ACCEPTED = "JSON Lines: UTF-8 text with one JSON object per line (.jsonl), Parquet (.parquet), or - for standard input"
+_LINES_ENDINGS = (".jsonl", ".ndjson")
 _REFUSED_ENDINGS = {
     ".arrow": "Arrow",
     ".feather": "Arrow",
@@ -51,6 +53,9 @@ class LineReader:
     anything expensive starts. Iterating gives `(line number from 1, bytes without the line end)`, blank lines left out.
     Lines end at LF alone: U+2028 and a lone CR inside a string stay where they are. A CR before the LF is dropped.
 
+    A file of any other ending than those of JSON Lines must have a JSON object as its first line: else each line of a
+    text would be a row with an error. In a file of such an ending, and in a stream, a bad first line costs its row.
+
     total: bytes of the file, None for what can be read only once; position: how many of them lie up to the end of the
     line that was given last.
 
@@ -73,9 +78,20 @@ class LineReader:
                 raise InputError(f"input {self.name} is empty; accepted is {ACCEPTED}")
             if self._first[1].strip() == b"[" or self._first[1].lstrip().startswith(b"[{"):
                 raise InputError(f"input {self.name} is one JSON array; accepted is {ACCEPTED}")
+            if self.total is not None and not _is_named_lines(source):
+                self._check_first(self._first[1])
         except BaseException:
             self.close()
             raise
+
+    def _check_first(self, line: bytes) -> None:
+        try:
+            load_object(line)
+        except RequestError as error:
+            raise InputError(
+                f"input {self.name} is not named .jsonl or .ndjson, and its first line is no row ({error}); "
+                f"accepted is {ACCEPTED}"
+            ) from None
 
     def _skip_blank(self) -> tuple[bytes, tuple[int, bytes] | None]:
         """The first bytes of the file, and the first line that is not blank."""
@@ -112,6 +128,11 @@ class LineReader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _is_named_lines(source: str | Path) -> bool:
+    """Whether the name says JSON Lines, or that of the file that a link like /dev/stdin leads to."""
+    return any(str(path).lower().endswith(_LINES_ENDINGS) for path in (source, os.path.realpath(source)))
 
 
 def _size(file: BinaryIO) -> int | None:

@@ -18,6 +18,17 @@ from moelora.jobs.claims import IdClaims
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 ROW_KEYS = ("id", "custom_id", *PROMPT_KEYS, "adapter", "choices", "choices_token_ids", "metadata")
 _KNOWN_KEYS = frozenset(ROW_KEYS)
+_OTHER_NAMES = {
+    "text": "prompt",
+    "input": "prompt",
+    "token_ids": "prompt_token_ids",
+    "input_ids": "prompt_token_ids",
+    "lora": "adapter",
+    "lora_name": "adapter",
+}
+"""What other programs, and the output of a run, call a key of a row."""
+_CLOSE = 0.65
+"""How alike a key must be to be suggested: `meta` is to metadata, `num_tokens` of an output is to no key of a row."""
 MAX_DEPTH = 100
 """Levels of nesting in metadata and messages; far below what JSON writers and readers can recurse into."""
 
@@ -188,8 +199,8 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
     """The checked fields of a row besides id and metadata; null counts as absent, except for `adapter`."""
     if not record.keys() <= _KNOWN_KEYS:
         key = next(key for key in record if key not in _KNOWN_KEYS)
-        close = get_close_matches(key, ROW_KEYS, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        meant = nearest_key(key)
+        hint = f" Did you mean {meant!r}?" if meant else ""
         raise RequestError(f"unknown key {_short(key)}.{hint} Valid: {', '.join(ROW_KEYS)}")
     prompts = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if len(prompts) != 1:
@@ -213,6 +224,12 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         if not fields[key] and not may_be_empty:
             raise RequestError(f"{key} is empty")
     return fields
+
+
+def nearest_key(key: str) -> str | None:
+    """The key of a row that was meant by `key`, which is none; None if it resembles none."""
+    close = get_close_matches(key, ROW_KEYS, n=1, cutoff=_CLOSE)
+    return _OTHER_NAMES.get(key) or (close[0] if close else None)
 
 
 def _text(value: Any, where: str) -> str:
