@@ -8,6 +8,7 @@ import pytest
 
 from moelora import memory
 from moelora.jobs import windows
+from moelora_cli import progress
 from moelora_cli.main import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -70,6 +71,15 @@ def test_a_device_that_is_too_small(capfd: pytest.CaptureFixture[str], rows: Pat
     assert code == 2
     assert "does not fit" in stdout
     assert "(1.0 MiB of 1.0 GiB are free)" in stdout
+
+
+def test_planning_has_no_speed(capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    with pytest.raises(SystemExit):
+        main(["plan", str(EXAMPLE), "--input", str(rows), "--adapters", f"{EXAMPLE}/adapters", "--device", "cpu"])
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "lines, " in line and "tokens" in line]
+    assert not [line for line in lines if "tokens/s" in line]
 
 
 # Shards and workers.

@@ -36,6 +36,14 @@ def test_the_rate_counts_what_this_run_scored(clock: list[float], capsys: pytest
     assert capsys.readouterr().err == "1 line, 134,385 tokens, 38 tokens/s\n"
 
 
+def test_what_scores_nothing_has_no_rate(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    """The tokens that `plan` reads in a second say nothing of those that a run scores."""
+    with Progress(quiet=False) as progress:
+        clock[0] += 10
+        progress.counts(JobStats(output_rows=20, tokens=2_000, error_rows=1), JobStats())
+    assert capsys.readouterr().err == "20 lines, 2,000 tokens, 1 error\n"
+
+
 def test_the_share_done_and_the_time_left_count_what_is_to_be_done(clock: list[float], capsys):
     """The time left follows from the speed of this run: what was there before took no time."""
     with Progress(quiet=False) as progress:

@@ -81,7 +81,6 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
             on_event=progress.event,
         )
         job = PrefillJob(engine, encoder, job_options, on_progress=progress.counts)
-        progress.begin()
         rows = parse_rows(lines)
         planned = total = 0
         if is_stream(options["input_"]):

@@ -34,6 +34,7 @@ class Progress:
         self._live = not quiet and terminal
         self._status: Any = None
         self._total: int | None = None
+        self._scoring = False
         self._start = self._last = time.monotonic()
 
     def __enter__(self) -> Progress:
@@ -59,7 +60,8 @@ class Progress:
             self.say(text)
 
     def begin(self, since: float | None = None) -> None:
-        """Scoring starts now, or has at `since`, of `time.monotonic`: rates count from there."""
+        """Scoring starts now, or has at `since`, of `time.monotonic`: rates count from there, and are shown."""
+        self._scoring = True
         self._start = self._last = time.monotonic() if since is None else since
 
     def expect(self, total: int | None) -> None:
@@ -79,7 +81,9 @@ class Progress:
         self._last = now
         rate = (stats.tokens - earlier.tokens) / max(now - self._start, 1e-9)
         text = self._share_done(stats.input_done, earlier.input_done, now - self._start)
-        text += f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}, {rate:,.0f} tokens/s"
+        text += f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}"
+        if self._scoring:
+            text += f", {rate:,.0f} tokens/s"
         if stats.error_rows:
             text += f", {counted(stats.error_rows, 'error')}"
         if self._live:
