@@ -74,11 +74,17 @@ def test_memory_stays_flat(work, tmp_path):
 
 def test_parquet_is_read_and_written_a_piece_at_a_time(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
     held = []
     for rows in (10_000, 30_000):
         path = tmp_path / f"{rows}.parquet"
         with ParquetSink(path) as sink:
             job().run(parse_rows(lines(rows)), sink)
+        groups = parquet.ParquetFile(path).metadata.row_group(0).num_rows
+        columns = parquet.read_table(path, columns=["id", "adapter", "next_token"])
+        parquet.write_table(columns.rename_columns(["id", "adapter", "metadata"]), path, row_group_size=groups)
+        del columns
         before = pyarrow.total_allocated_bytes()
         most = 0
         with ParquetReader(path) as reader:
@@ -87,7 +93,7 @@ def test_parquet_is_read_and_written_a_piece_at_a_time(tmp_path):
                     most = max(most, pyarrow.total_allocated_bytes() - before)
         assert number == 2 * rows
         held.append(most)
-    assert held[1] < 1.5 * held[0] + (1 << 20)
+    assert held[1] < 1.5 * held[0] + (1 << 19)
 
 
 def test_claims_know_every_id_and_its_first_line():
