@@ -11,7 +11,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
@@ -99,7 +99,9 @@ class FakeEngine:
             request, adapters=self.adapter_names, vocab_size=self.vocab_size, max_positions=self.max_positions
         )
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
         """Windows of requests, each answered backwards."""
         numbered = enumerate(requests)
         while window := list(islice(numbered, self.window)):
@@ -110,6 +112,7 @@ class FakeEngine:
             time.sleep(self.seconds)
             self._in_batch = False
             yield from results
+            on_batch()
             if self._stopping:
                 self._stopping = False
                 raise KeyboardInterrupt

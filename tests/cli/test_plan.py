@@ -55,7 +55,7 @@ def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
     assert code == 3
     for part in (
         "qwen3_moe in float32 on cpu, backend torch",
-        "6 in, 22 out, 1 with errors",
+        "6 in, 22 lines out, 1 of them an error",
         "eager: graphs are switched off (--graph off)",
         "4 in 2 slots, loaded 4 times in all",
         "base weights",
@@ -118,7 +118,7 @@ def test_the_plan_of_workers(capfd: pytest.CaptureFixture[str], rows: Path):
     assert two["windows"] == one["windows"]
     assert {**two["engine"], "adapter_loads": 0} == {**one["engine"], "adapter_loads": 0}
     assert two["engine"]["adapter_loads"] >= one["engine"]["adapter_loads"]
-    assert "2 on cpu, cpu, for 5 windows" in moelora(capfd, "plan", rows, "--device", "auto", "--devices", "cpu:2")[1]
+    assert "2 × cpu, for 5 windows" in moelora(capfd, "plan", rows, "--device", "auto", "--devices", "cpu:2")[1]
 
 
 @pytest.mark.parametrize(

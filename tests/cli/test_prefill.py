@@ -34,7 +34,7 @@ def test_scores_go_to_the_file_and_words_to_stderr(command: Command):
         ("b", "__base__"),
         ("b", "A"),
     ]
-    assert "rows    2 in, 4 out, 0 with errors" in done.stderr
+    assert "rows    2 in, 4 lines out, no errors" in done.stderr
     assert "loaded [bold]nothing[/bold]" in done.stderr
     assert command.files() == {"in.jsonl", "out.jsonl"}
 
@@ -96,12 +96,11 @@ def test_the_share_done_of_a_file_ascends_to_the_whole(command: Command, monkeyp
     assert shares[-1] == 100
 
 
-def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
-    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 620)))
-    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
+def on_a_terminal(arguments: list[Any], environment: dict[str, str], *streams: str) -> str:
+    """What the command says on a terminal to which these of its streams go."""
     ours, theirs = pty.openpty()
-    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.005", "TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen([*SCRIPT, *map(str, arguments)], stderr=theirs, env=slow) as process:
+    options = dict.fromkeys(streams, theirs)
+    with subprocess.Popen([*SCRIPT, *map(str, arguments)], env=environment, **options) as process:
         os.close(theirs)
         said = b""
         with suppress(OSError):  # as Linux says that the other end is closed
@@ -109,11 +108,30 @@ def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
                 said += more
     os.close(ours)
     assert process.returncode == 0
-    frames = re.findall(r"(\d+) %, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said.decode())
+    return said.decode()
+
+
+def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 620)))
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.005", "TERM": "xterm", "COLUMNS": "120"}
+    said = on_a_terminal(arguments, slow, "stderr")
+    frames = re.findall(r"(\d+) %, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said)
+    assert re.search(r"100 %: 600 lines, 600 tokens, \d+ tokens/s; finishing", said)
     shares = [int(share) for share, _ in frames]
     assert shares == sorted(shares)
     assert len(set(shares)) > 3
     assert shares[-1] <= 100
+
+
+def test_results_on_a_terminal_stand_alone_on_their_lines(command: Command):
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 50)))
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "-"]
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.05", "TERM": "xterm", "COLUMNS": "120"}
+    said = on_a_terminal(arguments, slow, "stdout", "stderr")
+    results = [json.loads(line) for line in said.splitlines() if "logprob_sum" in line]
+    assert [row["id"] for row in results] == list(range(1, 31))
+    assert "\x1b" not in said, "no live line"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +149,7 @@ def test_for_an_input_without_a_good_row_nothing_is_loaded(
         done = command(*arguments, output=output)
     assert done.code == 3, done.stderr
     assert "no row of the input can be scored; the model is not loaded" in done.stderr
-    assert "rows    3 in, 3 out, 3 with errors" in done.stderr
+    assert "rows    3 in, 3 lines out, 3 of them errors" in done.stderr
     written = {"-": set(), "out.jsonl": {"out.jsonl"}, "out.parquet": {"out.parquet"}}[output]
     assert command.files() == {"in.jsonl", "r.html", "m.prom", *written}
     if output == "out.jsonl":
@@ -224,7 +242,14 @@ def test_rows_with_errors_give_code_3_and_the_rest_is_scored(command: Command):
     assert done.code == 3
     assert [row["error"] is None for row in command.rows] == [True, False, False, False, False, True]
     assert command.rows[5]["metadata"] == "c\u2028d"
+    assert "rows    6 in, 6 lines out, 4 of them errors" in done.stderr
     assert "row error: line 2: duplicate id '7'" in done.stderr
+    assert "of the output have an error" not in done.stderr, "all are listed"
+    command.input.write_text('{"prompt_token_ids": [9999]}\n' * 7)
+    done = command("--adapters", "A=/a", "--adapters", "B=/b", "--overwrite")
+    assert "rows    7 in, 14 lines out, 14 of them errors" in done.stderr
+    assert done.stderr.count("row error: ") == 5
+    assert done.stderr.splitlines()[-1] == "14 lines of the output have an error; each says which"
     assert json.loads((command.folder / "r.json").read_text())["error_rows"] == 4
 
 

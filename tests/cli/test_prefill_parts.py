@@ -160,9 +160,24 @@ def test_shards_merge_to_the_single_run(command: Command):
     for shard in range(3):
         assert merge(command, "shards", "--output", "merged.jsonl").code == 2
         assert command("--quiet", "--shard", f"{shard}/3", output="shards").code == 0
-    assert merge(command, "shards", "--output", "merged.jsonl").code == 0
+    merged = merge(command, "shards", "--output", "merged.jsonl")
+    assert (merged.code, merged.stdout) == (0, "")
+    assert merged.stderr == "3 shards merged; rows: 10,000 in, 10,000 lines out, no errors\n"
     assert (command.folder / "merged.jsonl").read_bytes() == command.output.read_bytes()
     assert "exists" in merge(command, "shards", "--output", "merged.jsonl").stderr
+
+
+@pytest.mark.parametrize(
+    "more", [("--shard", "1/3"), ("--shard", "1/2", "--top-k", 1), ("--shard", "1/2", "--slots", 3)]
+)
+def test_a_refused_shard_leaves_the_folder_as_it_was(command: Command, more: tuple[Any, ...]):
+    many_rows(command, 5_000)
+    assert command("--quiet", "--shard", "0/2", output="shards").code == 0
+    before = sorted(path.name for path in (command.folder / "shards").iterdir())
+    refused = command("--quiet", *more, output="shards")
+    assert (refused.code, "holds parts of another run" in refused.stderr) == (2, True)
+    assert sorted(path.name for path in (command.folder / "shards").iterdir()) == before
+    assert command("--quiet", "--shard", "1/2", output="shards").code == 0
 
 
 def test_a_shard_counts_its_own_parts(command: Command):
@@ -196,6 +211,24 @@ def test_two_workers_write_what_one_writes(command: Command):
     told = json.loads(report.read_text())
     assert told["rows"] == 20_001
     assert len(told["engine"]["workers"]) == 2
+    assert command("--report", "alone.json", "--overwrite").code == 3
+    alone = json.loads((command.folder / "alone.json").read_text())["run"]
+    assert told["run"] == {**alone, "output": "two.jsonl", "devices": "cpu:2", "report": str(report)}
+    assert alone["top_k"] == 0
+    assert not {"worker", "quiet"} & set(alone)
+
+
+def test_the_end_of_workers_is_no_part_of_scoring(command: Command):
+    many_rows(command, 30)
+    report = command.folder / "report.json"
+    arguments = ["prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2"]
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.01", "FAKE_ENGINE_EXIT_SECONDS": "3"}
+    began = time.monotonic()
+    done = run(*arguments, "--report", report, cwd=command.folder, env=slow)
+    took = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    told = json.loads(report.read_text())
+    assert 0.1 <= told["seconds"] <= took - told["load_seconds"] - 3
 
 
 @pytest.fixture
@@ -216,7 +249,7 @@ def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: 
     took = time.monotonic() - began
     assert done.code == 0, done.stderr
     said = done.stderr.splitlines()
-    assert said[:2] == [f"going on with 1 finished part in {command.output}.parts", "loading on cpu, cpu"]
+    assert said[:2] == [f"going on with 1 finished part in {command.output}.parts", "loading on 2 × cpu"]
     pattern = r"(\d+) %(?:, about (\d+) s left)?: ([\d,]+) lines, ([\d,]+) tokens, ([\d,]+) tokens/s"
     shown = [re.fullmatch(pattern, line) for line in said[2:]]
     counts = [[int((n or "-1").replace(",", "")) for n in match.groups()] for match in shown if match]
@@ -228,6 +261,7 @@ def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: 
     lefts = [(left, 3 * (5_000 - lines) / rate) for _, left, lines, _, rate in counts if lines > 4_096 + 50]
     assert all(left == pytest.approx(expected, rel=0.1, abs=1) for left, expected in lefts)
     told = json.loads(report.read_text())
+    assert re.fullmatch(r"100 %: 5,000 lines, 15,000 tokens, [\d,]+ tokens/s; finishing", said[2 + len(counts)])
     assert told["seconds"] >= 3.0
     assert told["load_seconds"] > 0.1, "an interpreter starts"
     assert told["seconds"] + told["load_seconds"] <= took

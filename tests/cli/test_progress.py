@@ -8,7 +8,7 @@ import pytest
 from moelora.jobs.stats import JobStats
 from moelora.wording import duration
 from moelora_cli import progress as module
-from moelora_cli.progress import Progress, WorkerProgress, read_workers
+from moelora_cli.progress import Progress, WorkerProgress, WorkersTold, read_workers
 
 
 @pytest.fixture
@@ -49,21 +49,45 @@ def test_the_share_done_and_the_time_left_count_what_is_to_be_done(clock: list[f
     with Progress(quiet=False) as progress:
         progress.expect(1000)
         progress.begin()
-        for after, done in ((10, 400), (20, 500), (30, 999), (40, 1000), (50, 1010)):
+        for after, done in ((10, 400), (20, 500), (30, 600), (40, 999), (50, 1000), (60, 1010)):
             clock[0] = 100 + after
             progress.counts(JobStats(output_rows=done, tokens=0, input_done=done), JobStats(input_done=400))
         progress.expect(4000)
         clock[0] = 200
-        progress.counts(JobStats(input_done=500), JobStats(input_done=400))
+        progress.counts(JobStats(input_done=600), JobStats(input_done=400))
     shares = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
     assert shares == [
         "40 %",
-        "50 %, about 2 min left",
+        "50 %",  # the first batch, which takes longer than others
+        "60 %, about 1 min left",
         "99 %, about 0 s left",
-        "100 %, about 0 s left",
-        "100 %, about 0 s left",
-        "12 %, about 58 min left",
+        "100 %",
+        "100 %",
+        "15 %, about 28 min left",
     ]
+
+
+def test_the_time_left_rests_on_a_hundredth_of_the_work(clock: list[float], capsys):
+    with Progress(quiet=False) as progress:
+        progress.expect(10_400)
+        progress.begin()
+        for after, done in ((10, 450), (20, 499), (30, 500)):
+            clock[0] = 100 + after
+            progress.counts(JobStats(input_done=done), JobStats(input_done=400))
+    shares = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert shares == ["4 %", "4 %", "4 %, about 50 min left"]
+
+
+def test_the_last_counts_are_shown_behind_others(clock: list[float], capsys: pytest.CaptureFixture[str]):
+    for after, shown in ((1, []), (6, ["50 %: 1 line, 5 tokens, 1 tokens/s", "100 %: 2 lines, 9 tokens, 2 tokens/s"])):
+        clock[0] = 100
+        with Progress(quiet=False) as progress:
+            progress.expect(2)
+            progress.begin()
+            clock[0] += after
+            progress.counts(JobStats(output_rows=1, tokens=5, input_done=1), JobStats())
+            progress.scored(JobStats(output_rows=2, tokens=9, input_done=2), JobStats())
+        assert capsys.readouterr().err.splitlines() == [*shown[:1], *(line + "; finishing" for line in shown[1:])]
 
 
 def test_where_nobody_knows_how_much_there_is_no_share_is_shown(clock: list[float], capsys):
@@ -84,17 +108,25 @@ def test_durations_are_read_at_a_glance(seconds: float, text: str):
 
 
 def test_workers_tell_what_they_have_scored_since_when(clock: list[float], tmp_path: Path, monkeypatch):
-    assert read_workers(tmp_path) == (None, JobStats())
+    assert read_workers(tmp_path) == WorkersTold(began=None, part_at=0.0, stats=JobStats(), is_done=False)
     for process, began in ((11, 107.0), (12, 103.0)):
         monkeypatch.setattr(module.os, "getpid", lambda process=process: process)
         clock[0] = began
         worker = WorkerProgress(tmp_path)
         worker.begin()
-        assert read_workers(tmp_path)[0] == began
+        assert read_workers(tmp_path).began == began
         clock[0] += 60
         done = JobStats(output_rows=30, error_rows=4, tokens=900 + process, input_done=70)
         worker.counts(done, JobStats(output_rows=10, error_rows=1, tokens=500, input_done=20))
-    assert read_workers(tmp_path) == (103.0, JobStats(output_rows=40, error_rows=6, tokens=823, input_done=100))
+    told = read_workers(tmp_path)
+    assert (told.began, told.is_done) == (103.0, False)
+    assert told.stats == JobStats(output_rows=40, error_rows=6, tokens=823, input_done=100)
+    clock[0] = 180.0
+    worker.part_written(done, JobStats())
+    clock[0] = 190.0
+    worker.scored(done, JobStats())
+    told = read_workers(tmp_path)
+    assert (told.part_at, told.is_done) == (180.0, True)
 
 
 def test_of_a_dead_worker_only_its_parts_count(clock: list[float], tmp_path: Path, monkeypatch):
@@ -103,12 +135,12 @@ def test_of_a_dead_worker_only_its_parts_count(clock: list[float], tmp_path: Pat
         worker = WorkerProgress(tmp_path)
         worker.begin()
         worker.part_written(JobStats(output_rows=20, tokens=200), JobStats(output_rows=5, tokens=50))
-        assert read_workers(tmp_path)[1].output_rows >= 15, "at once"
+        assert read_workers(tmp_path).stats.output_rows >= 15, "at once"
         clock[0] += 60
         worker.counts(JobStats(output_rows=29, tokens=290), JobStats(output_rows=5, tokens=50))
-    assert read_workers(tmp_path)[1] == JobStats(output_rows=48, tokens=480)
-    assert read_workers(tmp_path, dead={11})[1] == JobStats(output_rows=39, tokens=390)
-    assert read_workers(tmp_path, dead={11, 12})[1] == JobStats(output_rows=30, tokens=300)
+    assert read_workers(tmp_path).stats == JobStats(output_rows=48, tokens=480)
+    assert read_workers(tmp_path, dead={11}).stats == JobStats(output_rows=39, tokens=390)
+    assert read_workers(tmp_path, dead={11, 12}).stats == JobStats(output_rows=30, tokens=300)
 
 
 def test_quiet_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]):

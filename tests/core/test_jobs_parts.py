@@ -35,13 +35,13 @@ class CountingEngine(FakeEngine):
         super().__init__(adapters={"A": "/a", "B": "/b"})
         self.scored = []
 
-    def score_stream(self, requests):
+    def score_stream(self, requests, on_batch=lambda: None):
         def watched():
             for request in requests:
                 self.scored.append((tuple(request.token_ids), request.adapter))
                 yield request
 
-        return super().score_stream(watched())
+        return super().score_stream(watched(), on_batch)
 
 
 def lines():

@@ -233,3 +233,12 @@ def test_a_run_that_scored_nothing_has_a_page_too():
     assert "Nothing was scored" in text
     assert "No batch ran" in text
     assert "No row was scored" in text
+
+
+def test_options_are_shown_as_people_write_them():
+    run = {"adapters": {"a": "/x", "b": "/y"}, "with_base": True, "batch_invariant": False, "top_k": 0, "slots": None}
+    report = build_report(JobStats(), seconds=0.0, load_seconds=0.0, engine={}, run={**run, "buckets": [16, 64]})
+    text = render_page(report, ScoreTally()).decode()
+    for name, value in (("adapters", "a, b"), ("with-base", "yes"), ("batch-invariant", "no"), ("top-k", "0")):
+        assert f"<tr><td>{name}</td><td>{value}</td></tr>" in text
+    assert "<tr><td>slots</td><td>–</td></tr><tr><td>buckets</td><td>16, 64</td></tr>" in text

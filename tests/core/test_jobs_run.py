@@ -337,6 +337,17 @@ def test_a_dry_run_refuses_what_a_run_refuses():
     assert errors[1] == "line 1: unknown adapter 'B'. Valid: A, __base__"
 
 
+# Progress.
+
+
+def test_progress_is_told_once_a_batch_when_all_of_it_counts():
+    """The next result is a batch away: what is shown until then must hold all that is done."""
+    seen = []
+    job = PrefillJob(FakeEngine(window=5), NO_TEXT, on_progress=lambda stats, earlier: seen.append(stats.output_rows))
+    job.run(parse_rows((i, json.dumps(ids(i)).encode()) for i in range(20, 32)), Lines())
+    assert seen == [5, 10, 12, 12]
+
+
 # Report and metrics.
 
 
@@ -365,7 +376,7 @@ def test_report_summary_and_metrics_agree():
     assert loaded["engine"] == engine
     assert loaded["versions"]["torch"]
     said = dict(summary(report))
-    assert "1 with errors" in said["rows"]
+    assert said["rows"] == "3 in, 3 lines out, 1 of them an error"
     assert said["batches"] == "2 full at 64, 3 eager: graphs are switched off (--graph off)"
     assert "1 token of 1 row" in said["cut"]
     text = encode_metrics(report).decode()

@@ -47,6 +47,14 @@ class TestOrder:
         assert events == ["queue 0", "queue 1", "read", "queue 2", "read", "read"]
         assert results == [0, 1, 2]
 
+    def test_the_end_of_a_batch_is_told_before_the_next_is_waited_for(self, engine, monkeypatch):
+        events: list[object] = []
+        wait = Fetch.wait
+        monkeypatch.setattr(Fetch, "wait", lambda self: events.append("read") or wait(self))
+        for index, _ in engine.score_stream(requests_of(7, 9, 9), lambda: events.append("told")):
+            events.append(index)
+        assert events == ["read", 0, 1, "told", "read", 2, "told"]
+
     def test_what_only_the_head_needs_is_made_when_the_body_is_queued(self, engine, monkeypatch):
         """Until then a device has nothing to do, and for a single batch the host's time is everybody's."""
         events: list[str] = []

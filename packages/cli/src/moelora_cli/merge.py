@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
 from moelora_cli.parts import write_output
 
@@ -19,8 +20,13 @@ def merge(folder: Path, output: str, overwrite: bool) -> int:
 
     Refuses while a shard has not finished or a part is missing. FOLDER is left as it is.
     """
+    from moelora.jobs.parts import shards_of, stats_of
+    from moelora.jobs.report import rows_and_lines
     from moelora.jobs.writer import check_output
 
     check_output(output, overwrite=overwrite)
     write_output(folder, output)
+    stats = stats_of(folder)
+    said = rows_and_lines(stats.rows, stats.output_rows, stats.error_rows)
+    click.echo(f"{counted(shards_of(folder), 'shard')} merged; rows: {said}", err=True)
     return EXIT_DONE

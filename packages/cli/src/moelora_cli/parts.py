@@ -67,7 +67,7 @@ def score_in_parts(
     total: int,
     progress: Progress,
 ) -> None:
-    """Scores what has no part yet; without shards or other workers, then writes the output and removes the parts.
+    """Scores what has no part yet.
 
     read: gives the rows from the first on. total: of the input, as `Row.size` counts.
     """
@@ -94,7 +94,12 @@ def score_in_parts(
         if store.finished() and not worker:
             progress.say(parts_are_safe(store))
         raise
-    if not options["shard"] and not worker:
+    progress.scored(job.stats, job.earlier)
+
+
+def finish_parts(options: dict[str, Any], store: PartStore) -> None:
+    """Without shards or other workers, writes the output and removes the parts."""
+    if not options["shard"] and options["worker"] is None:
         write_output(store.folder, options["output"])
         store.discard()
 

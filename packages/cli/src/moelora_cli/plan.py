@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import click
 
 from moelora.errors import ConfigError
-from moelora.wording import counted
+from moelora.wording import counted, repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, MoeloraCommand, size
 from moelora_cli.options import (
     engine_options,
@@ -133,11 +133,13 @@ def _device_facts(devices: list[str], memory: dict[str, Any]) -> list[dict[str, 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     """The plan for people."""
+    from moelora.jobs.report import rows_and_lines
+
     engine = facts["engine"]
     share = engine["tokens"] / max(engine["batches"] * engine["max_tokens"], 1)
     lines = [
         ("model", f"{engine['architecture']} in {engine['dtype']} on {engine['device']}, backend {engine['backend']}"),
-        ("rows", f"{facts['rows']:,} in, {facts['output_rows']:,} out, {facts['error_rows']:,} with errors"),
+        ("rows", rows_and_lines(facts["rows"], facts["output_rows"], facts["error_rows"])),
         (
             "tokens",
             f"{facts['tokens']:,} in {counted(facts['requests'], 'request')}; "
@@ -153,8 +155,8 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["shard"] is not None:
         lines.append(("shard", f"{facts['shard']}: {windows['planned']:,} of {counted(windows['total'], 'window')}"))
     if len(facts["devices"]) > 1:
-        names = ", ".join(one["device"] for one in facts["devices"])
-        lines.append(("workers", f"{len(facts['devices'])} on {names}, for {counted(windows['total'], 'window')}"))
+        names = repeated(one["device"] for one in facts["devices"])
+        lines.append(("workers", f"{names}, for {counted(windows['total'], 'window')}"))
     if facts["truncated_rows"]:
         cut = counted(facts["truncated_tokens"], "token")
         lines.append(("cut", f"{cut} of {counted(facts['truncated_rows'], 'row')}"))

@@ -29,7 +29,7 @@ from moelora_cli.options import (
     share_options,
     stdout_for_results,
 )
-from moelora_cli.parts import in_use, open_parts, refuse_changed, score_in_parts, worker_facts
+from moelora_cli.parts import finish_parts, in_use, open_parts, refuse_changed, score_in_parts, worker_facts
 from moelora_cli.progress import Progress, WorkerProgress
 from moelora_cli.workers import check_devices, score_with_workers
 
@@ -88,7 +88,7 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))
-    with open_rows(options["input_"]) as lines, _progress(options) as progress:
+    with open_rows(options["input_"]) as lines, _progress(options, stdout) as progress:
         progress.expect(lines.total)
         quiet_libraries()
         from moelora.jobs.text import load_encoder
@@ -103,11 +103,12 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         return _score(options, job_options, encoder, adapters, lines, progress, stdout)
 
 
-def _progress(options: dict[str, Any]) -> Progress:
+def _progress(options: dict[str, Any], stdout: BinaryIO) -> Progress:
     """A worker's is for its parent, which shows that of all."""
     if options["worker"] is not None:
         return WorkerProgress(Path(options["worker"]).parent)
-    return Progress(quiet=options["quiet"])
+    on_stdout = options["output"] == "-" or options["dry_run"]
+    return Progress(quiet=options["quiet"], results=stdout if on_stdout else None)
 
 
 def _some_row_is_good(options: dict[str, Any], job_options: JobOptions, encoder: TextEncoder, names: list[str]) -> bool:
@@ -205,19 +206,23 @@ def _run(
             read = partial(_read_rows, options["input_"])
             with interrupts(engine.stop, progress.say, worker=options["worker"] is not None):
                 score_in_parts(options, parts, job, engine, read, lines.total, progress)
+                scored = time.monotonic()
+                finish_parts(options, parts)
         else:
             tally = ScoreTally()
             sink = open_output(options["output"], stdout)
             taking = TallySink(sink, tally) if is_page(options["report"]) else sink
             with taking, interrupts(engine.stop, progress.say):
                 job.run(read_rows(lines), taking)
+                scored = time.monotonic()
+                progress.scored(job.stats, job.earlier)
         stats = job.stats
         report = build_report(
             stats,
-            seconds=time.monotonic() - loaded,
+            seconds=scored - loaded,
             load_seconds=loaded - start,
             engine=engine.report(),
-            run=_asked_for(options, adapters),
+            run=asked_for(options, adapters),
             timeline=timeline.as_json(),
         )
         write_reports(options, report, tally)
@@ -312,9 +317,10 @@ def _in_parts(options: dict[str, Any]) -> bool:
     return options["shard"] is not None or not os.path.exists(options["output"]) or os.path.isfile(options["output"])
 
 
-def _asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, Any]:
+def asked_for(options: dict[str, Any], adapters: dict[str, Path]) -> dict[str, Any]:
     """The options as the report keeps them."""
-    asked = {key.strip("_"): value for key, value in options.items() if key not in ("adapters", "quiet", "dry_run")}
+    left_out = ("adapters", "quiet", "dry_run", "worker")
+    asked = {key.strip("_"): value for key, value in options.items() if key not in left_out}
     return {**asked, "adapters": {name: str(path) for name, path in adapters.items()}}
 
 
@@ -351,6 +357,6 @@ def tell(stats: JobStats, report: dict[str, Any], progress: Progress, *, quiet: 
         for error in stats.first_errors:
             progress.say(f"row error: {error}")
         if stats.error_rows > len(stats.first_errors):
-            progress.say(f"… and {stats.error_rows - len(stats.first_errors):,} more in the output")
+            progress.say(f"{stats.error_rows:,} lines of the output have an error; each says which")
     for warning in stats.warnings:
         progress.say(f"warning: {warning}")

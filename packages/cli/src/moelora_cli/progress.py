@@ -7,9 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moelora.wording import counted, duration
 
@@ -17,25 +18,31 @@ if TYPE_CHECKING:
     from moelora.jobs.stats import JobStats
 
 SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_FRAMES = 0.1
 _SECONDS_BETWEEN_FILES = 0.5
 """How often a worker tells its parent how far it is."""
 
 
 class Progress:
-    """Shows events and counts. With `quiet` it shows neither; errors and warnings are not its business."""
+    """Shows events and counts. With `quiet` it shows neither; errors and warnings are not its business.
 
-    def __init__(self, *, quiet: bool) -> None:
+    results: where they are written meanwhile, if they are; on a terminal, a live line would end up among them.
+    """
+
+    def __init__(self, *, quiet: bool, results: BinaryIO | None = None) -> None:
         from rich.console import Console
 
         self._quiet = quiet
         # Notebooks and build services set FORCE_COLOR for what is a pipe; a live line would fill it with frames.
         terminal = sys.stderr is not None and sys.stderr.isatty()
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, force_terminal=terminal)
-        self._live = not quiet and terminal
+        self._live = not quiet and terminal and not (results is not None and results.isatty())
         self._status: Any = None
         self._total: int | None = None
         self._scoring = False
         self._start = self._last = time.monotonic()
+        self._done_at_first = 0
+        self._has_shown = False
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -74,11 +81,18 @@ class Progress:
         earlier: what of `stats` was scored before or elsewhere, which is no part of the rate.
         """
         now = time.monotonic()
-        if self._quiet or (not self._live and now - self._last < SECONDS_BETWEEN_LINES):
-            return
-        if self._live and now - self._last < 0.1:
-            return
-        self._last = now
+        self._done_at_first = self._done_at_first or stats.input_done - earlier.input_done
+        if not self._quiet and now - self._last >= (_SECONDS_BETWEEN_FRAMES if self._live else SECONDS_BETWEEN_LINES):
+            self._last = now
+            self._show(self._counts(stats, earlier))
+
+    def scored(self, stats: JobStats, earlier: JobStats) -> None:
+        """The last counts: what remains is to write the output. Shown on a terminal, and behind other counts."""
+        if self._live or self._has_shown:
+            self._show(self._counts(stats, earlier) + "; finishing")
+
+    def _counts(self, stats: JobStats, earlier: JobStats) -> str:
+        now = time.monotonic()
         rate = (stats.tokens - earlier.tokens) / max(now - self._start, 1e-9)
         text = self._share_done(stats.input_done, earlier.input_done, now - self._start)
         text += f"{counted(stats.output_rows, 'line')}, {counted(stats.tokens, 'token')}"
@@ -86,18 +100,27 @@ class Progress:
             text += f", {rate:,.0f} tokens/s"
         if stats.error_rows:
             text += f", {counted(stats.error_rows, 'error')}"
+        return text
+
+    def _show(self, text: str) -> None:
+        self._has_shown = True
         if self._live:
             self._status.update(self._text(text))
         else:
             self.say(text)
 
     def _share_done(self, done: int, earlier: int, seconds: float) -> str:
-        """How far the input is done, and when it will be if the rest goes as fast as what was not done earlier."""
+        """How far the input is done, and when it will be if the rest goes as fast as what was not done earlier.
+
+        The time left is said from the second batch on, as the first takes longer than others, and once it rests on a
+        hundredth of the work.
+        """
         if not self._total:
             return ""
         text = f"{100 * min(done, self._total) // self._total} %"
-        if done > earlier:
-            text += f", about {duration(max(self._total - done, 0) * seconds / (done - earlier))} left"
+        own, left = done - earlier, self._total - done
+        if own > self._done_at_first and left > 0 and 100 * own >= self._total - earlier:
+            text += f", about {duration(left * seconds / own)} left"
         return text + ": "
 
     def part_written(self, stats: JobStats, earlier: JobStats) -> None:
@@ -125,10 +148,13 @@ class WorkerProgress(Progress):
         super().__init__(quiet=True)
         self._path = folder / f"counts-{os.getpid()}.json"
         self._written: dict[str, int] = {}
+        self._part_at = self._start
+        self._is_done = False
 
     def begin(self, since: float | None = None) -> None:
         """Scoring starts, with nothing scored."""
         super().begin(since)
+        self._part_at = self._start
         self._tell({})
 
     def counts(self, stats: JobStats, earlier: JobStats) -> None:
@@ -142,11 +168,18 @@ class WorkerProgress(Progress):
     def part_written(self, stats: JobStats, earlier: JobStats) -> None:
         """What was counted until now is told at once."""
         self._written = _own_counts(stats, earlier)
+        self._part_at = time.monotonic()
+        self._tell(self._written)
+
+    def scored(self, stats: JobStats, earlier: JobStats) -> None:
+        """Every window has its part, this worker's or another's."""
+        self._is_done = True
         self._tell(self._written)
 
     def _tell(self, counts: dict[str, int]) -> None:
         draft = self._path.with_suffix(".tmp")
-        draft.write_text(json.dumps({"began": self._start, "counts": counts, "written": self._written}))
+        told = {"began": self._start, "part_at": self._part_at, "is_done": self._is_done}
+        draft.write_text(json.dumps({**told, "counts": counts, "written": self._written}))
         os.replace(draft, self._path)  # its parent reads at any time
 
 
@@ -156,17 +189,31 @@ def _own_counts(stats: JobStats, earlier: JobStats) -> dict[str, int]:
     return {name: getattr(stats, name) - getattr(earlier, name) for name in names}
 
 
-def read_workers(folder: Path, dead: Collection[int] = ()) -> tuple[float | None, JobStats]:
-    """When the first worker began to score, of `time.monotonic`, None if none has; and what all have scored.
+@dataclass(frozen=True, slots=True)
+class WorkersTold:
+    """What the workers of a run have told of their work. Times are of `time.monotonic`.
 
-    dead: numbers of processes that died. Of theirs only the parts count: another scores the rest again.
+    began: when the first began to score, None if none has. part_at: when the last part was written. stats: what all
+    have scored. is_done: whether every window has its part.
     """
+
+    began: float | None
+    part_at: float
+    stats: JobStats
+    is_done: bool
+
+
+def read_workers(folder: Path, dead: Collection[int] = ()) -> WorkersTold:
+    """What has been told in `folder`. dead: numbers of processes that died; another scores again what has no part."""
     from moelora.jobs.stats import JobStats
 
-    began, total = None, JobStats()
-    for path in folder.glob("counts-*.json"):
-        told = json.loads(path.read_bytes())
-        began = told["began"] if began is None else min(began, told["began"])
-        died = int(path.stem.removeprefix("counts-")) in dead
-        total.add(JobStats(**told["written" if died else "counts"]))
-    return began, total
+    files = [(int(p.stem.removeprefix("counts-")), json.loads(p.read_bytes())) for p in folder.glob("counts-*.json")]
+    total = JobStats()
+    for process, told in files:
+        total.add(JobStats(**told["written" if process in dead else "counts"]))
+    return WorkersTold(
+        began=min((told["began"] for _, told in files), default=None),
+        part_at=max((told["part_at"] for _, told in files), default=0.0),
+        stats=total,
+        is_done=any(told["is_done"] for _, told in files),
+    )

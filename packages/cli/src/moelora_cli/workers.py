@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.errors import ConfigError
+from moelora.wording import repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
@@ -68,7 +69,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     from moelora.jobs.parts import clear_parts, stats_of
     from moelora.jobs.report import build_report
     from moelora.jobs.timeline import joined
-    from moelora_cli.prefill import tell, write_reports
+    from moelora_cli.prefill import asked_for, tell, write_reports
 
     names = device_names(options["devices"])
     output = Path(options["output"])
@@ -83,14 +84,15 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         earlier = store.finished_stats()
         if store.finished():
             progress.note(going_on(store))
-        progress.event(f"loading on {', '.join(names)}")
+        progress.event(f"loading on {repeated(names)}")
+        shown = _Shown(Path(private), folder, earlier, progress)
         try:
-            _wait(_start(options, adapters, names, Path(private)), progress, _Shown(Path(private), earlier, progress))
+            _wait(_start(options, adapters, names, Path(private)), progress, shown)
         except BaseException:
             if store.finished():
                 progress.say(parts_are_safe(store))
             raise
-        scoring, _ = read_workers(Path(private))
+        told = read_workers(Path(private))
         try:
             write_output(folder, output)
         except ConfigError as error:
@@ -99,17 +101,15 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         stats = stats_of(folder)
         reports = [json.loads(path.read_bytes()) for path in sorted(Path(private).glob("report-*.json"))]
         store.discard()
-    ended = time.monotonic()
-    scoring = ended if scoring is None else scoring
+    scoring = time.monotonic() if told.began is None else told.began
     engine = _joined([r.get("engine", {}) for r in reports])
-    run = {"devices": names, "output": str(output)}
     timeline = joined([r["timeline"] for r in reports if r.get("timeline", {}).get("points")])
     report = build_report(
         stats,
-        seconds=ended - scoring,
+        seconds=max(told.part_at - scoring, 0.0),
         load_seconds=scoring - began,  # until the first worker scored
         engine=engine,
-        run=run,
+        run=asked_for(options, adapters),
         timeline=timeline,
     )
     write_reports(options, report)
@@ -131,22 +131,31 @@ class _Worker:
 
 
 class _Shown:
-    """The progress of all workers as one. earlier: what was counted for the parts that were there before."""
+    """The progress of all workers as one.
 
-    def __init__(self, folder: Path, earlier: JobStats, progress: Progress) -> None:
-        self._folder, self._earlier, self._progress = folder, earlier, progress
-        self._begun = False
+    folder: where they tell of it; parts: where theirs lie. earlier: what was counted for those that were there before.
+    """
+
+    def __init__(self, folder: Path, parts: Path, earlier: JobStats, progress: Progress) -> None:
+        self._folder, self._parts, self._earlier, self._progress = folder, parts, earlier, progress
+        self._begun = self._is_done = False
 
     def update(self, dead: Collection[int]) -> None:
         """Shows what has been scored by now. dead: numbers of workers that died."""
-        began, total = read_workers(self._folder, dead)
-        if began is None:
+        from moelora.jobs.parts import stats_of
+
+        told = read_workers(self._folder, dead)
+        if told.began is None or self._is_done:
             return
         if not self._begun:
-            self._progress.begin(began)
+            self._progress.begin(told.began)
             self._begun = True
-        total.add(self._earlier)
-        self._progress.counts(total, self._earlier)
+        if told.is_done:  # all parts are there, though some worker may not have told of its last
+            self._is_done = True
+            self._progress.scored(stats_of(self._parts), self._earlier)
+            return
+        told.stats.add(self._earlier)
+        self._progress.counts(told.stats, self._earlier)
 
 
 def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:

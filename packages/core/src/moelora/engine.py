@@ -264,17 +264,20 @@ class PrefillEngine:
                 on_progress(len(results), len(requests))
         return [results[i] for i in range(len(requests))]
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
         """Scores requests as they come, for more of them than memory holds.
 
         Args:
             requests: Read some tens of thousands ahead, which are planned together.
+            on_batch: Called when all results of a batch have been taken, before the next batch is waited for.
 
         Yields:
             (index, result) as batches finish, in any order. A bad request yields a result with `error`.
         """
         refused: list[tuple[int, Result]] = []
-        for found in self._pipeline.run(self._turns(self._sound(requests, refused))):
+        for found in self._pipeline.run(self._turns(self._sound(requests, refused)), on_batch):
             while refused:
                 yield refused.pop()
             yield found

@@ -84,11 +84,12 @@ class BatchPipeline:
         self._stopping = self._under_way
         return self._under_way
 
-    def run(self, turns: Iterable[Turn]) -> Iterator[tuple[int, Result]]:
+    def run(self, turns: Iterable[Turn], on_batch: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Result]]:
         """Yields (index, result) of every request, once its last sequence is scored: a batch behind the queued one.
 
         A batch that does not fit into memory is halved until it does; a single sequence that does not is an error.
-        Results of what was queued before an exception are still yielded.
+        Results of what was queued before an exception are still yielded. `on_batch` is called when all results of a
+        batch have been taken, before the next one is waited for.
         """
         queued: _Queued | None = None
         try:
@@ -100,17 +101,20 @@ class BatchPipeline:
                     if queued is not None:
                         before, queued = queued, None
                         yield from _collect(before)
+                        on_batch()
                     queued = behind
                     if behind is None:
                         yield from self._make_room(sequences, waiting, turn.builders)
         except (Exception, KeyboardInterrupt):
             if queued is not None:
                 yield from _collect(queued)
+                on_batch()
             raise
         finally:
             self._under_way = False
         if queued is not None:
             yield from _collect(queued)
+            on_batch()
 
     def _until_stopped(self, turns: Iterable[Turn]) -> Iterator[Turn]:
         source = iter(turns)

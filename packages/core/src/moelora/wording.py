@@ -1,5 +1,8 @@
 """Words that go with a number."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 
 def counted(number: int, noun: str) -> str:
     """The number with its noun, whose plural ends in s: "1 part", "2,048 parts"."""
@@ -12,3 +15,8 @@ def duration(seconds: float) -> str:
         return f"{round(seconds)} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def repeated(names: Iterable[str]) -> str:
+    """Names in their order, those that come again as a number: "2 × cpu", "cuda:0, cuda:1"."""
+    return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in Counter(names).items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ class DryScorer:
             request, adapters=self.adapter_names, vocab_size=self.vocab_size, max_positions=self.max_positions
         )
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
         """Nothing, of no requests."""
         for _ in requests:
             raise NotImplementedError("a dry run scores nothing")

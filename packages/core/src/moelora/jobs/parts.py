@@ -68,6 +68,7 @@ class PartStore:
         self._worker = worker
         self._sound: set[int] = set()
         self._run = ""
+        self._has_begun = False
         self._locks: list[BinaryIO] = []
         folder.mkdir(parents=True, exist_ok=True)
         if not worker:  # whoever started the workers holds the folder
@@ -110,6 +111,7 @@ class PartStore:
                     match = _PART.fullmatch(part.name)
                     if match is not None and self.mine(int(match[1])):
                         part.unlink()
+        self._has_begun = True
 
     def _refuse(self, before: dict[str, Any], differences: list[str]) -> None:
         if before.get("shards") != self._shards:
@@ -239,7 +241,7 @@ class PartStore:
         if self._shards == 1 and not self._worker and self.folder.exists() and count_parts(self.folder) == 0:
             if not list(self.folder.glob("end-*")):  # a shard without a window of its own has finished none the less
                 self.discard()
-        elif self._shards > 1 and not (self.folder / _MANIFEST).exists():
+        elif self._shards > 1 and not self._has_begun:
             for lock in self._locks:
                 Path(lock.name).unlink(missing_ok=True)
             with suppress(OSError):  # other shards may be about to begin here
@@ -339,12 +341,17 @@ def _part_lines(path: Path, run: str) -> Iterator[bytes]:
         raise DamagedPartError(f"{path} is damaged; remove it and run its shard again")
 
 
+def shards_of(folder: Path) -> int:
+    """How many shards the run in `folder` has; 1 for a run of one process, or of workers."""
+    return int((_read_json(folder / _MANIFEST) or {}).get("shards", 1))
+
+
 def merge_lines(folder: Path) -> Iterator[bytes]:
     """The lines of all shards in the order of the input. Raises `ConfigError` naming what is missing."""
     if not (folder / _MANIFEST).is_file():
         raise ConfigError(f"{folder} has no {_MANIFEST}; is it the --output folder of a sharded run?")
     manifest = _read_json(folder / _MANIFEST) or {}
-    shards = int(manifest.get("shards", 1))
+    shards = shards_of(folder)
     ends = {int(m[1]): _read_json(folder / m[0]) for p in folder.iterdir() if (m := _END.fullmatch(p.name))}
     missing = [f"{i}/{shards}" for i in range(shards) if i not in ends]
     if missing and shards == 1:

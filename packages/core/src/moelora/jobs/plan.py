@@ -111,7 +111,9 @@ class PlanningEngine:
             request, adapters=self._adapters, vocab_size=self.vocab_size, max_positions=self.max_positions
         )
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
         """Plans window by window, as the engine does; a result says no more than the number of tokens."""
         numbered = enumerate(requests)
         while window := list(islice(numbered, WINDOW_REQUESTS)):
@@ -121,6 +123,7 @@ class PlanningEngine:
                 self._count(batch)
             for index, request in window:
                 yield index, Result(num_tokens=count_tokens(request), error=errors[index])
+            on_batch()
 
     def report(self) -> dict[str, Any]:
         """Counts so far, and what would run where. All values are JSON types."""

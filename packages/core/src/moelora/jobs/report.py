@@ -35,7 +35,7 @@ def build_report(
 ) -> dict[str, Any]:
     """The report as a JSON object.
 
-    seconds: from the first row to the last line, loading not counted. load_seconds: model, adapters and capture.
+    seconds: from the first row until the last was scored. load_seconds: model, adapters and capture.
     engine: the engine's own report, kept whole under `engine`. run: what was asked for (model, adapters, options).
     timeline: tokens scored by second, of `timeline.Timeline`; the rate counts them alone, as a run that goes on counts
     rows of earlier ones too.
@@ -77,7 +77,7 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     scored = _scored(report["timeline"], report["tokens"])
     which = "" if scored == report["tokens"] else f"{scored:,} of them "  # the others were scored before, or elsewhere
     lines = [
-        ("rows", f"{report['rows']:,} in, {report['output_rows']:,} out, {report['error_rows']:,} with errors"),
+        ("rows", rows_and_lines(report["rows"], report["output_rows"], report["error_rows"])),
         ("tokens", f"{report['tokens']:,} in {counted(report['requests'], 'request')}"),
         (
             "time",
@@ -104,6 +104,12 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         parts = [f"{engine['memory_measured'][key] / 2**30:.2f} {text}" for key, text in MEMORY_PARTS.items()]
         lines.append(("", f"GiB by part: {', '.join(parts)}"))
     return lines
+
+
+def rows_and_lines(rows: int, lines: int, errors: int) -> str:
+    """Rows of the input beside lines of the output, one for each adapter of a row, and those of them with an error."""
+    said = f"{rows:,} in, {counted(lines, 'line')} out, "
+    return said + (f"{errors:,} of them {'errors' if errors > 1 else 'an error'}" if errors else "no errors")
 
 
 def _attention(chosen: Sequence[Mapping[str, Any]]) -> Iterator[str]:

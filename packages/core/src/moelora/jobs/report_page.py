@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -12,6 +11,7 @@ from moelora.jobs.charts import Bar, area_chart, bar_chart, histogram_rows
 from moelora.jobs.score_tally import BIN_NATS, AdapterScores, ScoreTally
 from moelora.jobs.timeline import rates
 from moelora.types import BASE_ADAPTER, RunMode
+from moelora.wording import repeated
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #64717f; --line: #d9dfe5; --card: #f5f7f9; --page: #fff;
@@ -75,16 +75,15 @@ def _setting(engine: Mapping[str, Any]) -> str:
     workers = _workers(engine)
     facts = ("architecture", "dtype", "backend")
     said = [str(workers[0][name]) for name in facts if name in workers[0]]
-    devices = Counter(str(w["device"]) for w in workers if "device" in w)
-    on = [f"{count} × {device}" if count > 1 else device for device, count in devices.items()]
-    return ", ".join(said + (["on " + ", ".join(on)] if on else []))
+    on = repeated(str(w["device"]) for w in workers if "device" in w)
+    return ", ".join(said + ([f"on {on}"] if on else []))
 
 
 def _cards(report: Mapping[str, Any]) -> str:
     cards = [
         ("input rows", f"{report['rows']:,}"),
-        ("output rows", f"{report['output_rows']:,}"),
-        ("with errors", f"{report['error_rows']:,}"),
+        ("output lines", f"{report['output_rows']:,}"),
+        ("lines with errors", f"{report['error_rows']:,}"),
         ("tokens", f"{report['tokens']:,}"),
         ("scoring", f"{report['seconds']:.1f} s"),
         ("loading", f"{report['load_seconds']:.1f} s"),
@@ -173,8 +172,17 @@ def _median(scores: AdapterScores) -> str:
 
 
 def _details(title: str, values: Mapping[str, Any]) -> str:
-    rows = [(name, "–" if value is None else str(value)) for name, value in values.items()]
+    rows = [(name.replace("_", "-"), _said(value)) for name, value in values.items()]
     return f"<details><summary>{title}</summary>{_table(['', ''], rows)}</details>"
+
+
+def _said(value: Any) -> str:
+    """A value of an option for people; of what has names, the names."""
+    if value is None or value == []:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple | Mapping) else str(value)
 
 
 def _table(

@@ -44,8 +44,10 @@ class Scorer(Protocol):
         """Why the request cannot be scored, or None."""
         ...
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
-        """Results with the index of their request, in any order."""
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
+        """Results with the index of their request, in any order. `on_batch` is called behind those of each batch."""
         ...
 
 
@@ -98,7 +100,8 @@ class PrefillJob:
     A row that cannot be read gives one output row whose adapter is null; a row that can be read but not scored gives
     one per adapter, like any other.
 
-    stats: all that counts for the run; earlier: what of it was scored elsewhere or before. `on_progress` gets both.
+    stats: all that counts for the run; earlier: what of it was scored elsewhere or before. `on_progress` gets both,
+    behind every batch: results of one come all at once, and then nothing until the next is finished.
     """
 
     def __init__(
@@ -129,16 +132,18 @@ class PrefillJob:
 
         A bad row costs that row; what is raised ends the job.
         """
-        for index, result in self._engine.score_stream(self._requests(rows, sink)):
+        for index, result in self._engine.score_stream(self._requests(rows, sink), self._show):
             pending, place, unit = self._waiting.pop(index)
             self._finish(pending, place, unit, result)
             self._flush(sink)
-            self._on_progress(self.stats, self.earlier)
         self._flush(sink)
         if self._waiting or self._pending:
             raise RuntimeError(f"the engine left {len(self._waiting)} requests without a result")
-        self._on_progress(self.stats, self.earlier)
+        self._show()
         return self.stats
+
+    def _show(self) -> None:
+        self._on_progress(self.stats, self.earlier)
 
     def take_over(self, stats: JobStats) -> None:
         """Counts rows that need no scoring, as an earlier run or another worker has scored them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -76,9 +76,11 @@ class TimedScorer:
         """What the scorer behind says."""
         return self._scorer.check(request)
 
-    def score_stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def score_stream(
+        self, requests: Iterable[Request], on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[tuple[int, Result]]:
         """What the scorer behind yields."""
-        for index, result in self._scorer.score_stream(requests):
+        for index, result in self._scorer.score_stream(requests, on_batch):
             if result.next_token is not None:
                 self._timeline.add(result.num_tokens + sum(choice.num_tokens for choice in result.choices))
             yield index, result
