@@ -138,24 +138,26 @@ class _Shown:
 
     def __init__(self, folder: Path, parts: Path, earlier: JobStats, progress: Progress) -> None:
         self._folder, self._parts, self._earlier, self._progress = folder, parts, earlier, progress
-        self._begun = self._is_done = False
+        self._last: JobStats | None = None
+        self._is_done = False
 
     def update(self, dead: Collection[int]) -> None:
-        """Shows what has been scored by now. dead: numbers of workers that died."""
+        """Shows what has been scored by now, if that is more than before. dead: numbers of workers that died."""
         from moelora.jobs.parts import stats_of
 
         told = read_workers(self._folder, dead)
         if told.began is None or self._is_done:
             return
-        if not self._begun:
+        if self._last is None:
             self._progress.begin(told.began)
-            self._begun = True
         if told.is_done:  # all parts are there, though some worker may not have told of its last
             self._is_done = True
             self._progress.scored(stats_of(self._parts), self._earlier)
             return
         told.stats.add(self._earlier)
-        self._progress.counts(told.stats, self._earlier)
+        if told.stats != self._last:  # between batches the rate would seem to fall
+            self._last = told.stats
+            self._progress.counts(told.stats, self._earlier)
 
 
 def _start(options: dict[str, Any], adapters: dict[str, Path], names: list[str], private: Path) -> list[_Worker]:
