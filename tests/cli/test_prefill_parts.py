@@ -258,7 +258,10 @@ def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: 
     assert any(4_096 < lines < 5_000 for _, _, lines, _, _ in counts)
     assert all(tokens == 3 * lines and rate <= 9 / 0.01 for _, _, lines, tokens, rate in counts)
     assert all(lines // 50 - 1 <= share <= lines // 50 + 1 for share, _, lines, _, _ in counts)
-    lefts = [(left, 3 * (5_000 - lines) / rate) for _, left, lines, _, rate in counts if lines > 4_096 + 50]
+    first = next(lines for _, _, lines, _, _ in counts if lines > 4_096)  # of which no time left is said yet
+    assert {left for _, left, lines, _, _ in counts if lines <= first} == {-1}
+    lefts = [(left, 3 * (5_000 - lines) / rate) for _, left, lines, _, rate in counts if first < lines < 5_000]
+    assert lefts
     assert all(left == pytest.approx(expected, rel=0.1, abs=1) for left, expected in lefts)
     told = json.loads(report.read_text())
     assert re.fullmatch(r"100 %: 5,000 lines, 15,000 tokens, [\d,]+ tokens/s; finishing", said[2 + len(counts)])
