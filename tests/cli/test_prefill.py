@@ -246,7 +246,7 @@ def test_rows_with_errors_give_code_3_and_the_rest_is_scored(command: Command):
     assert "row error: line 2: duplicate id '7'" in done.stderr
     assert "of the output have an error" not in done.stderr, "all are listed"
     command.input.write_text('{"prompt_token_ids": [9999]}\n' * 7)
-    done = command("--adapters", "A=/a", "--adapters", "B=/b", "--overwrite")
+    done = command("--adapters", "A=../adapter", "--adapters", "B=../adapter", "--overwrite")
     assert "rows    7 in, 14 lines out, 14 of them errors" in done.stderr
     assert done.stderr.count("row error: ") == 5
     assert done.stderr.splitlines()[-1] == "14 lines of the output have an error; each says which"
