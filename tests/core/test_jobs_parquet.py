@@ -4,6 +4,7 @@ import datetime
 import decimal
 import json
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -124,8 +125,8 @@ def test_every_line_of_a_row_counts_as_done(tmp_path):
     )
     with ParquetReader(tmp_path / "in.parquet") as reader, open_output(tmp_path / "out.jsonl", None) as sink:
         job.run(read_rows(reader), sink)
-        assert len(set(told)) == 10 * 40
         assert told[-1] == reader.total
+        assert max(later - sooner for sooner, later in pairwise([0, *told])) < reader.total / 100
 
 
 def test_many_rows_pass_in_groups(tmp_path):

@@ -164,7 +164,8 @@ def test_rows_may_lie_apart_where_the_model_reads_them_so(kind, reads, joins):
         outs, _ = run(block, torch.arange(30.0).view(5, 6), slot_T)
         return SimpleNamespace(hidden_TH=outs[1].view(5, -1))
 
-    base, runner = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(run=forward)
+    base = SimpleNamespace(device=torch.device("cpu"), text_config=SimpleNamespace(vocab_size=9))
+    runner = SimpleNamespace(run=forward)
     with torch.no_grad():
         want = forward(None).hidden_TH
         assert not projections.any_joined
