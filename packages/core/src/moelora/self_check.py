@@ -10,6 +10,7 @@ from moelora.adapters.bank import BankLayout
 from moelora.batching.packing import pack
 from moelora.batching.sequences import Sequence
 from moelora.capacity import PrefillCapacity
+from moelora.checks import vocab_size_of
 from moelora.errors import CheckpointError
 from moelora.graphs.eager import EagerRunner
 from moelora.models.base_model import BaseModel
@@ -148,7 +149,7 @@ def _run_together(base: BaseModel, runner: EagerRunner, total: int) -> torch.Ten
 
 def _tokens(base: BaseModel, count: int) -> tuple[int, ...]:
     """Ids that differ: one alone may have an embedding of zeros, as padding tokens do, and shows nothing then."""
-    vocab_size = base.text_config.vocab_size
+    vocab_size = vocab_size_of(base.text_config)
     return tuple(i % vocab_size for i in range(count))
 
 
