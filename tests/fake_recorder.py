@@ -1,5 +1,7 @@
 """Graphs on the CPU: a recorder that runs the work again, and a backend that lets it."""
 
+from contextlib import nullcontext
+
 from moelora import GraphMode
 from moelora.backends.base import Capabilities
 from moelora.backends.torch_reference import TorchBackend
@@ -33,6 +35,9 @@ class FakeRecorder(Recorder):
 
         again()
         return FakeRecording(again)
+
+    def room(self):
+        return nullcontext()
 
     def alias(self, tensor):
         return tensor
