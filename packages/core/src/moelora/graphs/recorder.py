@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 
+from moelora.environment import collector_paused
+
 
 class Recording(ABC):
     """Work that was recorded. Buffers it reads and writes keep their addresses."""
@@ -89,7 +91,8 @@ class CudaRecorder(Recorder):
             begin()
 
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        # Graphs that are garbage would be destroyed within the capture, which CUDA forbids: it breaks the capture off.
+        with torch.cuda.stream(self._stream), collector_paused():
             try:
                 begin()
                 work(pause)
