@@ -1,7 +1,5 @@
 """Graphs on the CPU: a recorder that runs the work again, and a backend that lets it."""
 
-from contextlib import nullcontext
-
 from moelora import GraphMode
 from moelora.backends.base import Capabilities
 from moelora.backends.torch_reference import TorchBackend
@@ -35,9 +33,6 @@ class FakeRecorder(Recorder):
 
         again()
         return FakeRecording(again)
-
-    def room(self):
-        return nullcontext()
 
     def alias(self, tensor):
         return tensor

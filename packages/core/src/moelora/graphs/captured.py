@@ -124,15 +124,11 @@ class CapturedRunner(GraphRunner):
     def run(self, batch: PackedBatch) -> BodyOutput:
         admission = self.admit(batch)
         if admission.reason is not None:
-            return self._run_eagerly(batch, admission.reason)
+            return EagerRunner(self._base, self._backend, self._phase, admission.reason).run(batch)
         assert admission.bucket is not None
         graph, _, live = self._ready(batch, admission.bucket)
         hidden_TH = graph.replay(live)
         return BodyOutput(hidden_TH=hidden_TH[: batch.num_tokens], mode=RunMode(str(self.mode)), admission=admission)
-
-    def _run_eagerly(self, batch: PackedBatch, reason: EagerReason) -> BodyOutput:
-        with self._recorder.room():
-            return EagerRunner(self._base, self._backend, self._phase, reason).run(batch)
 
     def run_padded(self, batch: PackedBatch) -> torch.Tensor:
         """The eager run of the same padded batch, for comparison. Returns the live rows `[T, H]`."""
@@ -152,11 +148,9 @@ class CapturedRunner(GraphRunner):
         self.eager_buckets = {}
         for bucket in self.buckets:
             batch = self._synthetic(bucket)
+            eager = EagerRunner(self._base, self._backend, self._phase, EagerReason.EAGER_FASTER)
             graph, _, live = self._ready(batch, bucket)
-            eager_s, graph_s = _seconds(
-                [partial(self._run_eagerly, batch, EagerReason.EAGER_FASTER), partial(graph.replay, live)],
-                self._base.device,
-            )
+            eager_s, graph_s = _seconds([partial(eager.run, batch), partial(graph.replay, live)], self._base.device)
             timing = BucketTiming(bucket=bucket, eager_s=eager_s, graph_s=graph_s)
             self.timings.append(timing)
             if timing.eager_s < _EAGER_WINS * timing.graph_s:

@@ -7,8 +7,8 @@ again, so that everything around it is tested without a GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -39,13 +39,6 @@ class Recorder(ABC):
         """To be called when all recordings are gone, before others are made."""
 
     @abstractmethod
-    def room(self) -> AbstractContextManager[None]:
-        """Within it, work takes its memory where recordings have theirs, since only one of them runs at a time.
-
-        What is made there may be read until the next replay, or the next work in the room.
-        """
-
-    @abstractmethod
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory without keeping it alive: what eager work between parts may hold on to, and the result.
 
@@ -60,7 +53,6 @@ class CudaRecorder(Recorder):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -103,20 +95,6 @@ class CudaRecorder(Recorder):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return _CudaRecording(parts)
 
-    @contextmanager
-    def room(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
-        # Memory of a pool is used again on the stream it was taken on alone, which is that of the recordings.
-        self._stream.wait_stream(current)
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self._pool)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
-            torch._C._cuda_releasePool(self._index, self._pool)
-            current.wait_stream(self._stream)
-
     def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends the capture that an error has left, on the current stream, and leaves the process as it was before.
 
@@ -127,9 +105,10 @@ class CudaRecorder(Recorder):
         try:
             graph.capture_end()
         except RuntimeError:
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
             with suppress(RuntimeError):  # unless torch had come that far
-                torch._C._cuda_endAllocateToPool(self._index, self._pool)
-                torch._C._cuda_releasePool(self._index, self._pool)
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
             with suppress(RuntimeError):  # the error that led here says more
                 nothing, other = torch.empty(1, device=self._device), torch.cuda.CUDAGraph()
                 other.capture_begin(capture_error_mode="thread_local")  # in a pool of its own
