@@ -26,10 +26,10 @@ def main() -> None:
         report(f"rotary {layout}, {tokens} tokens", measured, floor, f"torch {theirs:.4f} ms")
     weight = torch.rand(128, device="cuda", dtype=DTYPE)
     norms = HeadNorms(q_weight_D=weight, k_weight_D=weight, eps=1e-6, variant="model")
-    normed = [rms_norm(x, weight, 1e-6)[0] for x in (q, k)]
+    normed = [rms_norm(x, weight, 1e-6) for x in (q, k)]
     require(torch.equal(rotary(q, k, cos, sin, norms=norms)[0], rotary(*normed, cos, sin)[0]), "norms and rotary")
     measured = measure_ms(lambda: rotary(q, k, cos, sin, norms=norms))
-    apart = measure_ms(lambda: rotary(*(rms_norm(x, weight, 1e-6)[0] for x in (q, k)), cos, sin))
+    apart = measure_ms(lambda: rotary(*(rms_norm(x, weight, 1e-6) for x in (q, k)), cos, sin))
     floor = floor_ms(moved_bytes=2 * (2 * (q.numel() + k.numel()) + 2 * cos.numel()))
     report(f"norms of heads and rotary, {tokens} tokens", measured, floor, f"three kernels {apart:.4f} ms")
 

@@ -5,7 +5,6 @@ one plays back what was true at capture; every test that passes with it would be
 """
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -241,23 +240,6 @@ def test_long_requests_leave_graphs_that_are_no_faster(world, monkeypatch):
     assert short.mode is RunMode.FULL
     assert long.mode is RunMode.EAGER
     assert engine.report()["eager_reasons"]["eager_faster"] == 1
-
-
-def test_eager_batches_run_where_graphs_have_their_memory(world, eager, monkeypatch):
-    entered = []
-
-    class Rooms(FakeRecorder):
-        @contextmanager
-        def room(self):
-            entered.append("in")
-            yield
-            entered.append("out")
-
-    engine = make_engine(world, monkeypatch, GraphMode.FULL, Rooms)
-    engine.score([row(30, "both")])
-    assert not entered, "a replay has that memory already"
-    close(engine.score([row(70, "both")]), eager.score([row(70, "both")]))
-    assert entered == ["in", "out"]
 
 
 def test_the_choice_of_auto_can_be_taken_over(world, eager, monkeypatch):

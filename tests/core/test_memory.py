@@ -1,7 +1,6 @@
 """Device memory by part: the arithmetic against tensors, and what is given up where memory is short."""
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -135,11 +134,7 @@ def test_graphs_share_activations_and_results(world, monkeypatch):
     width = activation_width(sizing.config, fused=True)
     assert plan.graphs == 4 * 1024 * width
     assert plan.activations == 4 * 1024 * width
-    assert plan.needed == plan.base + plan.bank + plan.static + plan.graphs + plan.scoring_chunk
-    longer = replace(plan, activations=plan.graphs + 1000)
-    assert longer.needed == plan.needed + 1000, "batches above the largest bucket make the graphs' memory grow"
-    without = replace(plan, graphs=0)
-    assert without.needed == plan.base + plan.bank + plan.static + max(plan.activations, plan.scoring_chunk)
+    assert plan.needed == plan.base + plan.bank + plan.static + plan.graphs + max(plan.activations, plan.scoring_chunk)
 
 
 def test_the_fused_head_needs_no_chunk_of_logits(world):

@@ -289,33 +289,6 @@ def test_graphs_that_are_garbage_do_not_break_a_capture_off():
     assert gc.isenabled()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_eager_batch_beside_graphs_takes_its_memory_from_theirs(engines, backend):
-    engine = engines(backend, GraphMode.FULL)
-    requests = mixed_requests(engine, 30, 500)
-    replayed = values(engine.score(requests))
-    kept = engine.eager_buckets
-    try:
-        engine.eager_buckets = [[bucket, 1] for bucket in BUCKETS]
-        eager = values(engine.score(requests))  # what libraries keep for the stream is made here
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_reserved()
-        assert values(engine.score(requests)) == eager
-        grown = torch.cuda.max_memory_reserved() - before
-        assert {r.mode for r in engine.score(requests)} == {RunMode.EAGER}
-    finally:
-        engine.eager_buckets = kept
-    taken = engine.report()["memory_measured"]
-    print(
-        f"{backend}: {grown / 2**20:.0f} MiB beside the graphs' {taken['graphs'] / 2**20:.0f}, alone it takes "
-        f"{taken['activations'] / 2**20:.0f} and the head {taken['scoring_chunk'] / 2**20:.0f}"
-    )
-    assert grown < taken["scoring_chunk"] + taken["activations"] / 2
-    assert values(engine.score(requests)) == replayed, "and graphs replay as before"
-
-
 def seconds(work, runs=7):
     for _ in range(2):
         work()

@@ -73,7 +73,7 @@ def test_norms_of_heads_have_the_bits_of_two_kernels(device, dtype, variant, siz
     q = torch.cat([q, torch.full_like(q, torch.nan)], 1)[:, :5]  # rows apart, poison between them
     weights = [randn(size, seed=seed, dtype=dtype, device=device) for seed in (4, 5)]
     norms = HeadNorms(q_weight_D=weights[0], k_weight_D=weights[1], eps=1e-5, variant=variant)
-    normed = [rms_norm(x, w, 1e-5, variant=variant)[0] for x, w in zip((q, k), weights, strict=True)]
+    normed = [rms_norm(x, w, 1e-5, variant=variant) for x, w in zip((q, k), weights, strict=True)]
     want = rotary(*normed, cos, sin)
     got = rotary(q, k, cos, sin, norms=norms, inplace=inplace)
     for one, other in zip(got, want, strict=True):

@@ -138,6 +138,8 @@ class PrefillEngine:
         if self._device.type == "cuda":
             measure_largest_batch(meter, eager, self._head, self._capacity, self._max_positions, say)
         self._selection = meter.pooled("graphs", lambda: self._select_runner(say))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # of pieces that warming up and timing left, which no batch may fit into
         self._runner = self._selection.runner
         self._pipeline = BatchPipeline(
             self._runner, self._head, self._residency, device=self._device, lock=self._lock, say=say

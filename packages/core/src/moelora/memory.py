@@ -40,11 +40,10 @@ _HEAD_TILE = 256
 class MemoryPlan:
     """Bytes on the device. base: weights and buffers. bank: all slots, and whole modules that adapters replace.
 
-    static: metadata and expert scratch of the backend. graphs: what captured graphs keep. activations: hidden
-    states while a batch runs eagerly, where there are graphs in their memory. scoring_chunk: logits, or what stands
-    for them, held at once; without graphs behind the activations, not beside them. score_chunk_rows: rows of logits
-    in it, from what the other parts leave free. adapters_host: factors of all adapters, on the host. free, total:
-    of a CUDA device as it is now; None elsewhere.
+    static: metadata and expert scratch of the backend. graphs: what captured graphs keep. activations: hidden states
+    while a batch runs eagerly. scoring_chunk: logits, or what stands for them, held at once; behind the activations,
+    not beside them. score_chunk_rows: rows of logits in it, from what the other parts leave free. adapters_host:
+    factors of all adapters, on the host. free, total: of a CUDA device as it is now; None elsewhere.
     """
 
     base: int
@@ -75,12 +74,8 @@ class MemoryPlan:
 
 def together(parts: dict[str, Any]) -> int:
     """What the parts of a `MemoryPlan` take at once."""
-    base, bank, static, graphs, activations, scoring = (
-        int(parts[name]) for name in ("base", "bank", "static", "graphs", "activations", "scoring_chunk")
-    )
-    if graphs:  # their memory is kept, and eager batches run in it
-        return base + bank + static + max(graphs, activations) + scoring
-    return base + bank + static + max(activations, scoring)
+    lasting = sum(int(parts[name]) for name in ("base", "bank", "static", "graphs"))
+    return lasting + max(int(parts["activations"]), int(parts["scoring_chunk"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ class TritonOps:
     """`moelora.backends.base.FusedOps` by the kernels of this package."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
-        return rms_norm(x, weight, eps, variant=variant)[0]
+        return rms_norm(x, weight, eps, variant=variant)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         return rms_norm(x, weight, eps, variant=variant, residual=residual)
 
     def rotary(
@@ -35,7 +35,7 @@ class TritonOps:
         sin_TP: torch.Tensor,
         norms: HeadNorms | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary(q_THD, k_THD, cos_TP, sin_TP, norms=norms)
+        return rotary(q_THD, k_THD, cos_TP, sin_TP, norms=norms, inplace=norms is not None)
 
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:
         return gated_activation(gate_PI, up_PI, kind=kind)

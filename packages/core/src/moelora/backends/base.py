@@ -190,8 +190,11 @@ class FusedOps(Protocol):
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, variant: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(RMSNorm of the sum, x + residual rounded to their dtype), with the bits of the two operations."""
+    ) -> torch.Tensor:
+        """RMSNorm of x + residual rounded to their dtype, with the bits of the two operations.
+
+        residual: contiguous; the sum is left in it.
+        """
 
     def rotary(
         self,
@@ -203,7 +206,7 @@ class FusedOps(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotates pairs (i, i + P) of each head; elements from 2·P on are carried over.
 
-        norms: applied first, with the bits of `rms_norm`.
+        norms: applied first, with the bits of `rms_norm`, and q and k are overwritten by the result.
         """
 
     def gated_activation(self, gate_PI: torch.Tensor, up_PI: torch.Tensor, kind: str) -> torch.Tensor:

@@ -72,8 +72,8 @@ class GraphBreak(ABC):
 class Waiting:
     """What one module of a forward left to the kernel of the next.
 
-    norms: heads `[1, T, H, D]` whose norm the rotary function applies, with that norm. summand: a tensor, and what is
-    still to be added to it.
+    norms: heads `[1, T, H, D]` whose norm the rotary function applies, with that norm. summand: a contiguous
+    tensor of nobody else's, and what is still to be added to it.
     """
 
     norms: list[tuple[torch.Tensor, FusedNorm]] = field(default_factory=list)

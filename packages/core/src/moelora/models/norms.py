@@ -40,17 +40,17 @@ class FusedNorm:
         if self.left_to_rotary:
             waiting.norms.append((hidden_states, self))
             return hidden_states
-        return self.of_sum(hidden_states, waiting.take_summand(hidden_states))[0]
+        return self.of_sum(hidden_states, waiting.take_summand(hidden_states))
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, at once."""
         return self._ops.rms_norm(x, self.weight, self.eps, self.variant)
 
-    def of_sum(self, x: torch.Tensor, summand: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of x + summand, x + summand); without a summand of x alone."""
+    def of_sum(self, x: torch.Tensor, summand: torch.Tensor | None) -> torch.Tensor:
+        """The norm of x + summand, which is left in x; without a summand of x alone."""
         if summand is None:
-            return self.apply(x), x
-        return self._ops.add_rms_norm(x, summand, self.weight, self.eps, self.variant)
+            return self.apply(x)
+        return self._ops.add_rms_norm(summand, x, self.weight, self.eps, self.variant)
 
 
 def looks_like_rms_norm(module: torch.nn.Module) -> bool:

@@ -3,6 +3,9 @@
 A layer that is nothing but halves, x + f(norm(x)), is recognised by the values of one forward, not by its name: each
 half's norm gets the sum so far, f gets what the norm gave, and the layer returns the last sum. Such a layer can leave
 that last sum to the norm of the next layer, or to the one behind all layers.
+
+All sums of a stack of layers are taken in one tensor, the one that its first layer is given: a new one for each would
+stay as long as the callers hold what they gave or got.
 """
 
 from __future__ import annotations
@@ -63,13 +66,16 @@ class _LayerOfHalves:
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         given = {**self._defaults, **kwargs}
         waiting = current_context().waiting
-        x, summand = hidden_states, waiting.take_summand(hidden_states)
+        summand = waiting.take_summand(hidden_states)
+        x = hidden_states.contiguous()
         for half in self._halves:
-            normed, summand = half.norm.of_sum(x, summand)
-            x = half.run(normed, given)
+            normed = half.norm.of_sum(x, summand)
+            summand = None  # it is in x, and as large
+            summand = half.run(normed, given)
+            del normed
         assert summand is not None, "a layer without halves"
         if not self._hands_on:
-            return summand + x
+            return x + summand
         waiting.summand = (x, summand)
         return x
 

@@ -1,4 +1,4 @@
-"""RMSNorm, with the residual sum before it fused in. `naive.py` is the truth, `kernel.py` the Triton code."""
+"""RMSNorm, with the sum before it fused in. `naive.py` is the truth, `kernel.py` the Triton code."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def rms_norm(
     *,
     variant: str = "model",
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normalised, x + residual) over the last dimension, both contiguous; without a residual the second is x.
+) -> torch.Tensor:
+    """x or, with a residual, x + residual normalised over the last dimension, contiguous.
 
-    x, residual `[…, W]` and weight `[W]` or None, in one dtype. Rounding, as the transformers modules have it:
+    x, residual `[…, W]` and weight `[W]` or None, in one dtype. residual: contiguous, not x; the sum is left in it.
+    Rounding, as the transformers modules have it:
 
     1. with a residual, x + residual is rounded to the model's dtype, and that is what is normalised;
     2. the mean of squares and x / sqrt(mean + eps) are fp32, the root and the division correctly rounded;
@@ -44,25 +45,23 @@ def rms_norm(
     width = x.shape[-1]
     require(0 < width <= MAX_WIDTH, f"rms_norm: width {width} is not in 1 … {MAX_WIDTH}", "the module's own norm")
     assert weight_W is None or weight_W.shape == (width,)
-    assert residual is None or residual.shape == x.shape
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous() and residual is not x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else x
     if x.numel() == 0:
-        return out, total
+        return out
     x_GMW = _rows_in_groups(x)
-    residual_MW = residual.reshape(-1, width) if residual is not None else x.new_empty(0, width)
-    residual_MW = residual_MW if residual_MW.stride(1) == 1 else residual_MW.contiguous()
     rows, block_w = x_GMW.shape[0] * x_GMW.shape[1], power_of_two(width)
     # Narrow rows (head norms) share a program, about 4,096 elements each: by width alone, so that bits stay the row's.
-    block_m = max(1, min(32, 4096 // block_w))
+    # Each of the 128 threads has an element of its own: a second reader might come behind the sum that is written.
+    block_m = max(1, 128 // block_w, min(32, 4096 // block_w))
     rms_norm_kernel[(-(-rows // block_m),)](
-        x_GMW, residual_MW, weight_W if weight_W is not None else x_GMW, out, total,
-        rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2], residual_MW.stride(0),
+        x_GMW, residual if residual is not None else x_GMW, weight_W if weight_W is not None else x_GMW, out,
+        rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2],
         RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
         BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
         enable_fp_fusion=False,  # as the rotary kernel, which norms heads by the same steps
     )  # fmt: skip
-    return out, total
+    return out
 
 
 def _rows_in_groups(x: torch.Tensor) -> torch.Tensor:

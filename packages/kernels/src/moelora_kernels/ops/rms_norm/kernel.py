@@ -1,4 +1,4 @@
-"""Triton kernel of RMSNorm, with an optional residual sum before it.
+"""Triton kernel of RMSNorm, with an optional sum before it.
 
 M rows of a program, W width. The whole row is one block, so its sum is taken in one order that depends on W alone.
 """
@@ -30,11 +30,13 @@ def weigh(b_normed, b_weight, dtype: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def rms_norm_kernel(
-    p_x, p_residual, p_weight, p_out, p_sum,
-    rows, W, eps, inner, stride_group, stride_x, stride_residual,
+    p_x, p_residual, p_weight, p_out,
+    rows, W, eps, inner, stride_group, stride_x,
     RESIDUAL: tl.constexpr, VARIANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """`inner` rows of x, `stride_x` apart, make a group, and groups lie `stride_group` apart.
+
+    RESIDUAL: the sum of x and p_residual is normed, and takes the place of p_residual.
 
     VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32.
     """
@@ -48,9 +50,9 @@ def rms_norm_kernel(
     dtype = b_x.dtype
     o_out = o_m[:, None] * W + o_w[None, :]
     if RESIDUAL:
-        b_residual = tl.load(p_residual + o_m[:, None] * stride_residual + o_w[None, :], mask=m_mw, other=0.0)
+        b_residual = tl.load(p_residual + o_out, mask=m_mw, other=0.0)
         b_x = (b_x.to(tl.float32) + b_residual.to(tl.float32)).to(dtype)
-        tl.store(p_sum + o_out, b_x, mask=m_mw)
+        tl.store(p_residual + o_out, b_x, mask=m_mw)
     b_wide = b_x.to(tl.float32)
     b_normed = b_wide * rms_scale(b_wide, W, eps)[:, None]
     if VARIANT > 0:

@@ -14,16 +14,16 @@ def naive_rms_norm(
     *,
     variant: str = "model",
     residual: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (normalised, x + residual). See `rms_norm` for the variants and what is rounded when."""
+) -> torch.Tensor:
+    """x or x + residual, normalised; the sum is left in residual. See `rms_norm` for the variants and the rounding."""
     if residual is not None:
-        x = x + residual
+        x = residual.add_(x)
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight_W is None:
-        return normed.to(x.dtype), x
+        return normed.to(x.dtype)
     if variant == "model":
-        return weight_W * normed.to(x.dtype), x
+        return weight_W * normed.to(x.dtype)
     if variant == "float":
-        return (weight_W.float() * normed).to(x.dtype), x
-    return (normed * (1.0 + weight_W.float())).to(x.dtype), x
+        return (weight_W.float() * normed).to(x.dtype)
+    return (normed * (1.0 + weight_W.float())).to(x.dtype)
