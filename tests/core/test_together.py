@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn import functional
 from arch_world import make, tiny
 from moelora.backends.base import LoraMetadata
 from moelora.backends.torch_reference import TorchBackend
-from moelora.models.context import ForwardContext, Segments, current_context, forward_context
+from moelora.models.context import ForwardContext, GraphBreak, Segments, current_context, forward_context
 from moelora.models.mixers import Loop, LoopedCall
 from moelora.models.stacks import alike_lengths
 from moelora.types import Phase
@@ -111,6 +113,38 @@ def test_batch_invariant_runs_call_for_each():
     backend = TorchBackend()
     backend.batch_invariant = True
     assert check(sums, backend=backend) == [(1, n, 3) for n in LENGTHS]
+
+
+class Kept(GraphBreak):
+    """Keeps what a breakable graph keeps of each piece between its parts; its memory is another's to hold."""
+
+    def __init__(self, segments):
+        self.works = []
+        self._segments = segments
+
+    @property
+    def segments(self):
+        return self._segments
+
+    def run(self, work, tensors):
+        work(self._segments, *tensors)
+        self.works.append(work)
+
+
+def test_what_is_kept_between_the_parts_of_a_graph_holds_none_of_its_memory():
+    loop = Loop(name="function", namespace="somewhere", inputs={"[0][0]": (1,)}, outputs={"": (1,)})
+    looped = LoopedCall(sums, loop)
+    context = context_of(LENGTHS)
+    kept = Kept(context.segments)
+    x = torch.randn(1, sum(LENGTHS), 3)
+    with forward_context(replace(context, graph_break=kept)):
+        expected = looped(x)  # learns the form of its results
+        out = looped(x)
+    assert torch.equal(out, expected)
+    assert len(kept.works) == 1
+    memory = [weakref.ref(out.untyped_storage()), weakref.ref(x.untyped_storage())]
+    del out, x
+    assert [one() for one in memory] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe"])

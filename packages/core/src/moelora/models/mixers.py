@@ -124,12 +124,13 @@ class LoopedCall:
         outputs = form.zeros(inputs[0].device)
         # Nothing that `work` keeps may hold the graph's memory, or every layer would have its own.
         plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        made = len(outputs)
 
         def work(segments: Segments, *tensors: torch.Tensor) -> None:
             filled = list(plain)
-            for place, tensor in zip(places, tensors[len(outputs) :], strict=True):
+            for place, tensor in zip(places, tensors[made:], strict=True):
                 filled[place] = tensor
-            self._over_requests(segments, tree_unflatten(filled, spec), form.over(tensors[: len(outputs)]))
+            self._over_requests(segments, tree_unflatten(filled, spec), form.over(tensors[:made]))
 
         graph_break.run(work, [*outputs, *inputs])
         return form.over(outputs).result
