@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.graph_world import make_engine, mixed_requests, write_adapters, write_config
 from moelora import GraphMode
+from moelora_kernels.ops.causal_conv import causal_conv
 
 SIZES = {
     "hidden_size": 256,
@@ -50,6 +51,8 @@ def main() -> None:
                         results = engine.score(mixed_requests(engine, count, longest))
                         assert all(result.error is None for result in results)
                     print(f"{backend}, ranks {ranks}, {'batch-invariant' if invariant else 'as fast as it goes'}: ran")
+        x, weight = torch.randn(1001, 300, device="cuda"), torch.randn(300, 4, device="cuda")
+        causal_conv(x, weight, None, torch.arange(1001, device="cuda") % 77, activation="silu")
         torch.cuda.synchronize()
 
 

@@ -19,6 +19,7 @@ from moelora_kernels.ops.dense_lora import (
     naive_embedding_lora,
     scratch_numel,
 )
+from moelora_kernels.ops.causal_conv import causal_conv, naive_causal_conv
 from moelora_kernels.ops.gated_activation import KINDS, gated_activation, naive_gated_activation, split_gate_up
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.lora_gemm import lora_gemm, naive_lora_gemm
@@ -234,3 +235,14 @@ def test_a_graph_captured_from_base_rows_serves_any_batch(name):
         naive_dense_lora(x_TK, want, one, meta.token_slot_T)
         assert torch.equal(out, eager)
         assert relative_error(out, want) < LIMIT[torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lengths", [(1,), (3, 1, 700, 96), (16000, 384)])
+def test_causal_conv(dtype, lengths):
+    x, weight = draw(sum(lengths), 8192, dtype=dtype, seed=1), draw(8192, 4, dtype=dtype, seed=2)
+    positions = torch.cat([torch.arange(n, device="cuda") for n in lengths])
+    got = causal_conv(x, weight, None, positions, activation="silu")
+    assert relative_error(got, naive_causal_conv(x, weight, None, positions, activation="silu")) < LIMIT[dtype]
+    first = causal_conv(x[: lengths[0]].clone(), weight, None, positions[: lengths[0]], activation="silu")
+    assert torch.equal(got[: lengths[0]], first)

@@ -33,7 +33,7 @@ def make(model, name, settings):
 def install(router):
     block = torch.nn.Module()
     block.gate = router
-    return install_substitutes(block, TritonOps(), torch.float32, DEVICE)
+    return install_substitutes(block, TritonOps(), torch.float32, DEVICE, {})
 
 
 @pytest.mark.parametrize("model", TAKEN)
@@ -95,5 +95,5 @@ class Scaled(torch.nn.Module):
 @torch.inference_mode()
 def test_each_setting_of_a_class_is_tried():
     model = torch.nn.ModuleList([Scaled(1.0), Scaled(2.5), Scaled(1.0)])
-    done = install_substitutes(model, TritonOps(), torch.float32, DEVICE)
+    done = install_substitutes(model, TritonOps(), torch.float32, DEVICE, {})
     assert (done.used["router Scaled"], done.kept["router Scaled"]) == (2, 1)

@@ -115,7 +115,9 @@ class PrefillEngine:
         # Before LoRA is hooked in: a substitute is compared with the bare module.
         ops = self._backend.fused_ops
         self._substitutes = (
-            install_substitutes(self._base.causal_lm, ops, self._base.dtype, self._device) if ops else Substitutes()
+            install_substitutes(self._base.causal_lm, ops, self._base.dtype, self._device, self._base.functions)
+            if ops
+            else Substitutes()
         )
         self._bank = meter.kept("bank", self._make_bank)
         if self._device.type == "cuda" and len(self._adapters) > self._bank.num_slots:

@@ -8,6 +8,7 @@ import torch
 
 from moelora.backends.base import HeadNorms, HeadWeights, RowScores
 from moelora_kernels.launch import FLOAT_DTYPES
+from moelora_kernels.ops.causal_conv import MAX_TAPS, causal_conv
 from moelora_kernels.ops.gated_activation import gated_activation
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.rms_norm import rms_norm
@@ -49,6 +50,19 @@ class TritonOps:
         if not _has_top_k(logits_TE, k) or dtype not in FLOAT_DTYPES:
             return None
         return top_k_softmax(logits_TE.contiguous(), k, normed=normed, dtype=dtype)
+
+    def causal_conv(
+        self,
+        x_TC: torch.Tensor,
+        weight_CK: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        activation: str | None,
+    ) -> torch.Tensor | None:
+        kind = {None: "none", "silu": "silu", "swish": "silu"}.get(activation)
+        if kind is None or weight_CK.shape[1] > MAX_TAPS or x_TC.dtype not in FLOAT_DTYPES:
+            return None
+        return causal_conv(x_TC, weight_CK, bias_C, positions_T, activation=kind)
 
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         return invariant_gemm(x_MK.contiguous(), w_NK, bias_N)

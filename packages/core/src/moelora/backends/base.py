@@ -223,6 +223,18 @@ class FusedOps(Protocol):
         normed: divided by their sum, in fp32. dtype: of the values. None for what it cannot do.
         """
 
+    def causal_conv(
+        self,
+        x_TC: torch.Tensor,
+        weight_CK: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        positions_T: torch.Tensor,
+        activation: str | None,
+    ) -> torch.Tensor | None:
+        """act(bias + Σ over i < K of weight[:, K − 1 − i] · x[t − i]) `[T, C]`; a request's first tokens have zeros
+        before them. positions_T: int64, of each token in its request. None for what it cannot do.
+        """
+
     def linear(self, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
         """x Wᵀ + bias in one order of accumulation, whatever M is."""
 

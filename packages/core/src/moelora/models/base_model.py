@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from moelora.models.context import row_of
 from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
 from moelora.models.kept import widen_kept
-from moelora.models.mixers import LoopedCall, install_loops, looped_functions
+from moelora.models.mixers import install_loops, looped_functions
 from moelora.models.quantized import (
     Quantisation,
     check_scales,
@@ -92,7 +92,7 @@ class BaseModel:
     device: torch.device
     dtype: torch.dtype
     skipped: tuple[str, ...] = ()
-    functions: Mapping[str, LoopedCall] = field(default_factory=dict)
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def body(self) -> Any:

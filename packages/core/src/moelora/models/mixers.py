@@ -7,7 +7,7 @@ ones they are, the probe finds out: functions of a modelling file where that is 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -58,7 +58,7 @@ class LoopedCall:
 
     def __init__(self, original: Callable[..., Any], loop: Loop, prepare: Callable[[], None] = lambda: None) -> None:
         """prepare: called before each call of `original`."""
-        self._original = original
+        self.original = original
         self._loop = loop
         self._prepare = prepare
         self._forms: dict[_Shapes, Joined] = {}
@@ -69,13 +69,13 @@ class LoopedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not has_context() or (context := current_context()).segments is None:
-            return self._original(*args, **kwargs)
+            return self.original(*args, **kwargs)
         given = (args, kwargs)
         try:
             if context.graph_break is None:
                 if self._is_alone(context.segments, given):
                     self._prepare()
-                    return self._original(*args, **kwargs)
+                    return self.original(*args, **kwargs)
                 return self._over_requests(context.segments, given, None).result
             shapes = _shapes_of(given)
             if shapes not in self._forms:  # a warm-up run, before anything is captured
@@ -99,7 +99,7 @@ class LoopedCall:
             args, kwargs = cut(given, self._loop.inputs, rows)
             self._prepare()
             with part_context(context):
-                part = self._original(*args, **kwargs)
+                part = self.original(*args, **kwargs)
             joined = self._put(joined, rows, part, given)
         assert joined is not None, "a batch without requests"
         for way in ways if len(parts) > 1 else []:
@@ -172,13 +172,13 @@ def is_looped(module: torch.nn.Module) -> bool:
     return hasattr(module, _WRAPPED)
 
 
-def looped_functions(loops: Sequence[Loop]) -> Mapping[str, LoopedCall]:
+def looped_functions(loops: Sequence[Loop]) -> dict[str, Callable[..., Any]]:
     """Calls to put in the place of functions, by "namespace:name", for `context.row_of`.
 
     A modelling file's name is replaced once, for all models of the process, by a function that asks the running
     forward; without one, or for a model whose forward says nothing, it is the original.
     """
-    calls = {}
+    calls: dict[str, Callable[..., Any]] = {}
     for loop in loops:
         if loop.namespace:
             namespace = importlib.import_module(loop.namespace)

@@ -7,7 +7,7 @@ differ by more than the last place, the original stays and the report says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from moelora.backends.base import FusedOps
+from moelora.models.convolutions import packed_convolutions
 from moelora.models.experts import activation_name
 from moelora.models.norms import FusedNorm, looks_like_rms_norm, norm_form
 from moelora.models.rotary import install_rotary, modelling_files
@@ -37,8 +38,17 @@ class Substitutes:
 
 
 @torch.inference_mode()
-def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtype, device: torch.device) -> Substitutes:
-    """Tries a substitute for every RMSNorm, gated MLP, rotary function and top k of `model`."""
+def install_substitutes(
+    model: torch.nn.Module,
+    ops: FusedOps,
+    dtype: torch.dtype,
+    device: torch.device,
+    functions: MutableMapping[str, Callable[..., Any]],
+) -> Substitutes:
+    """Tries a substitute for every RMSNorm, gated MLP, rotary function, convolution and top k of `model`.
+
+    functions: what the model calls in the place of functions of modelling files, by "namespace:name".
+    """
     done = Substitutes()
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -57,9 +67,15 @@ def install_substitutes(model: torch.nn.Module, ops: FusedOps, dtype: torch.dtyp
     for namespace in modelling_files(model):
         used = install_rotary(namespace, ops, draw, _agree)
         if used is not None:
-            (done.used if used else done.kept)[f"rotary {namespace.__name__.rsplit('.', 1)[-1]}"] += 1
+            _count(done, used, "rotary", namespace.__name__)
+    for name, used in packed_convolutions(functions, ops, draw, _agree):
+        _count(done, used, "convolution", name)
     _try_top_k(model, routers, ops, draw, done)
     return done
+
+
+def _count(done: Substitutes, used: bool, kind: str, namespace: str) -> None:
+    (done.used if used else done.kept)[f"{kind} {namespace.rsplit('.', 1)[-1]}"] += 1
 
 
 def _agree(one: torch.Tensor, other: torch.Tensor) -> bool:
