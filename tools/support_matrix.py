@@ -49,8 +49,8 @@ request per forward, eagerly, and says why.
 - **Requests per forward**: *many* means that requests are packed into one row and give what each gives alone. Modules
   and functions named behind it are called once per request, with everything around them packed; functions of kernel
   packages that know boundaries (flash-linear-attention, causal-conv1d) once for all, other functions once for all
-  requests of like length, where they give the same. *mask* means that the architecture needs its attention mask built:
-  T × T values per forward.
+  requests of like length, where they give the same. On CUDA `causal_conv1d_fn` has a kernel that knows where requests
+  begin. *mask* means that the architecture needs its attention mask built: T × T values per forward.
 - **Graphs**: what the structure allows on CUDA. `breakable` graphs end at what is called once per request.
   None, where the body reads values on the host, at the places named.
 - **LoRA on** linear layers, routers and experts, by their names within a decoder layer; embeddings and lm_head can be

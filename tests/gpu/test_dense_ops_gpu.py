@@ -12,6 +12,7 @@ from moelora.batching.packing import pack_ids
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase
 from moelora_kernels import tiled
+from moelora_kernels.ops.causal_conv import causal_conv, naive_causal_conv
 from moelora_kernels.ops.dense_lora import (
     dense_lora,
     embedding_lora,
@@ -19,7 +20,6 @@ from moelora_kernels.ops.dense_lora import (
     naive_embedding_lora,
     scratch_numel,
 )
-from moelora_kernels.ops.causal_conv import causal_conv, naive_causal_conv
 from moelora_kernels.ops.gated_activation import KINDS, gated_activation, naive_gated_activation, split_gate_up
 from moelora_kernels.ops.invariant_gemm import invariant_gemm
 from moelora_kernels.ops.lora_gemm import lora_gemm, naive_lora_gemm
