@@ -1,7 +1,9 @@
 """Adapted layers of one input are computed together; whoever breaks the pattern is computed alone, and right."""
 
+import gc
 from itertools import pairwise
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -217,3 +219,24 @@ def test_an_engine_computes_q_k_v_at_once(tmp_path):
     )
     engine.score([Request(token_ids=[1, 2, 3], adapter="x")])
     assert set(sizes) == {3, 1}
+
+
+def test_outputs_that_nobody_takes_end_with_the_forward(block):
+    """After an error they would lack the memory that the batch is tried again in."""
+    projections, _ = install(block)
+    slot_T = torch.tensor([0, 1, -1], dtype=torch.int32)
+    with torch.no_grad():
+        run(block, torch.randn(3, 6), slot_T)
+        projections.finish()
+        block.b.register_forward_pre_hook(fails)
+        x = torch.randn(3, 6)
+        with pytest.raises(torch.OutOfMemoryError):
+            run(block, x, slot_T)
+    held = ref(x)
+    del x
+    gc.collect()
+    assert held() is None
+
+
+def fails(*_):
+    raise torch.OutOfMemoryError

@@ -73,11 +73,13 @@ class Waiting:
     """What one module of a forward left to the kernel of the next.
 
     norms: heads `[1, T, H, D]` whose norm the rotary function applies, with that norm. summand: a contiguous
-    tensor of nobody else's, and what is still to be added to it.
+    tensor of nobody else's, and what is still to be added to it. projected: what several projections of one input
+    (`projections.py`) were computed from, and the outputs of those that are still to be called.
     """
 
     norms: list[tuple[torch.Tensor, FusedNorm]] = field(default_factory=list)
     summand: tuple[torch.Tensor, torch.Tensor] | None = None
+    projected: tuple[torch.Tensor, dict[Any, torch.Tensor]] | None = None
 
     def take_summand(self, x: torch.Tensor) -> torch.Tensor | None:
         """What is to be added to x, which then waits no more."""
@@ -86,6 +88,16 @@ class Waiting:
         _, summand = self.summand
         self.summand = None
         return summand
+
+    def take_projection(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+        """The output of `layer` for x if it was computed with that of another, which then waits no more."""
+        if self.projected is None or self.projected[0] is not x:
+            return None
+        outs = self.projected[1]
+        out = outs.pop(layer, None)
+        if not outs:
+            self.projected = None
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

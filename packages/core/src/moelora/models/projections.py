@@ -16,7 +16,7 @@ import torch
 from moelora.adapters.base import Target
 from moelora.backends.base import DenseSlots, LoraMetadata
 from moelora.errors import AdapterError
-from moelora.models.context import ForwardContext, current_context
+from moelora.models.context import current_context
 
 
 @dataclass(eq=False, slots=True)
@@ -43,12 +43,10 @@ class Projections:
         self._groups: list[list[_Member]] = []
         """Layers that are called with the same tensor, in their order."""
         self._input: torch.Tensor | None = None
-        """What the last layer was called with, while `_ready` holds outputs of that forward or groups are learned."""
-        self._context: ForwardContext | None = None
+        """What the last layer was called with, while groups are learned."""
         self._before = torch.empty(0)
         self._last: _Member | None = None
         self._learning = True
-        self._ready: dict[_Member, torch.Tensor] = {}
         self._spreads = False
         self.rows_apart = False
         """Whether the model reads outputs whose rows lie apart, as a single product of a group leaves them."""
@@ -98,11 +96,9 @@ class Projections:
         if self._learning:
             self._learn(member, x)
         context = current_context()
-        if self._input is x and self._context is context and member in self._ready:
-            out = self._ready.pop(member)
-            if not self._ready:
-                self._input = self._context = None
-            return out
+        ready = context.waiting.take_projection(member, x)
+        if ready is not None:
+            return ready
         group = self._led_by(member)
         if not x.numel():  # a part of a request that the shortest ones do not have
             return torch.nn.functional.linear(x, member.weight, member.bias)
@@ -119,8 +115,7 @@ class Projections:
             outs = [_spread(out) for out in outs]
         shaped = [out.view(*x.shape[:-1], out.shape[1]) for out in outs]
         if len(group) > 1:
-            self._input, self._context = x, context
-            self._ready = dict(zip(group[1:], shaped[1:], strict=True))
+            context.waiting.projected = (x, dict(zip(group[1:], shaped[1:], strict=True)))
         return shaped[0]
 
     def _learn(self, member: _Member, x: torch.Tensor) -> None:
