@@ -62,6 +62,37 @@ def test_replaced_modules_equal_changed_weights(tmp_path, architecture, ending):
             torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_and_a_part_of_it_are_replaced_by_two_adapters(tmp_path):
+    """The part then runs on the rows of one adapter alone."""
+    model_class, config = runnable("inkling2")
+    make(model_class, config, seed=3).save_pretrained(tmp_path / "model")
+    models = {"__base__": model_class.from_pretrained(tmp_path / "model").eval().requires_grad_(False)}
+    targets = build_catalogue(open_base(tmp_path / "model").skeleton()).targets
+    for ending in ("embed_tokens", "embed_norm"):
+        (name,) = [name for name in targets if name.endswith(ending)]
+        weight = torch.randn(targets[name].shape)
+        write_adapter(
+            tmp_path / ending, {f"{PREFIX}{name}.weight": weight}, modules_to_save=[ending], target_modules=[]
+        )
+        changed = models[ending] = copy.deepcopy(models["__base__"])
+        parameters = {canonical(one): parameter for one, parameter in changed.named_parameters()}
+        parameters[canonical(f"{name}.weight")].copy_(weight)
+    engine = PrefillEngine(
+        tmp_path / "model",
+        adapters={name: tmp_path / name for name in models if name != "__base__"},
+        options=EngineOptions(device="cpu"),
+    )
+    generator = torch.Generator().manual_seed(7)
+    requests = [
+        Request(token_ids=torch.randint(3, 120, (length,), generator=generator).tolist(), adapter=adapter)
+        for length, adapter in zip((9, 2, 14, 5), [*models, "embed_tokens"], strict=True)
+    ]
+    for request, result in zip(requests, engine.score(requests), strict=True):
+        expected = logprobs(models[request.adapter], request.token_ids)
+        torch.testing.assert_close(torch.tensor(result.token_logprobs[1:]), expected, atol=1e-4, rtol=0)
+
+
 def test_a_head_whose_first_rows_are_as_many_as_its_input_is_wide(tmp_path):
     model = save_model(tmp_path / "model", "qwen3_moe")
     weight = torch.randn(model.lm_head.weight.shape) * 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_unflatten
 
 from moelora.adapters.bank import AdapterBank
 from moelora.errors import AdapterError
-from moelora.models.context import current_context
+from moelora.models.context import ForwardContext, current_context, part_context
 from moelora.models.cuts import tensors_of
 from moelora.models.weak_methods import weakly
 
@@ -41,6 +42,7 @@ class _Replacement:
         self._base = weakly(module.forward)
         self._plain = weakly(MethodType(type(module).forward, module))
         self._dims: dict[str, int | None] = {}
+        self._has_parts = next(module.children(), None) is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._installed.called.add(self._name)
@@ -61,8 +63,17 @@ class _Replacement:
                 return self._run(weight, args, kwargs)
             if rows.numel():
                 args_of_rows, kwargs_of_rows = self._take((args, kwargs), rows, tokens)
-                self._put(out, self._run(weight, args_of_rows, kwargs_of_rows), rows, tokens)
+                with self._parts_see(rows, context):
+                    part = self._run(weight, args_of_rows, kwargs_of_rows)
+                self._put(out, part, rows, tokens)
         return out
+
+    def _parts_see(self, rows: torch.Tensor, context: ForwardContext) -> AbstractContextManager[None]:
+        """For a run on `rows` alone, of which the module's parts may be adapted or replaced themselves."""
+        if not self._has_parts:
+            return nullcontext()
+        meta = context.backend.rows_metadata(context.meta.token_slot_T[rows], has_lora=True)
+        return part_context(ForwardContext(backend=context.backend, meta=meta, segments=None))
 
     def _check_rows(self, given: Any, out: Any, tokens: int) -> None:
         """Raises `AdapterError` if requests of two adapters could not be told apart here."""
