@@ -1,11 +1,12 @@
 """What a run finds out about its machine, and the threads it makes there."""
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from moelora.environment import device_of_place, free_host_memory, one_core_threads
+from moelora.environment import collector_paused, device_of_place, free_host_memory, one_core_threads
 
 
 def test_free_host_memory_heeds_containers(tmp_path):
@@ -27,6 +28,25 @@ def test_each_place_has_a_gpu_of_its_own_where_there_are_enough(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert [device_of_place(n) for n in range(3)] == ["cuda:0", "cuda:1", "auto"]
+
+
+def test_the_collector_is_paused_until_the_last_pause_ends():
+    """Those of two threads need not lie within one another: an adapter is read, a graph captured elsewhere."""
+    assert gc.isenabled()
+    first, second = collector_paused(), collector_paused()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused(), collector_paused():
+            pass
+        assert not gc.isenabled(), "as it was before"
+    finally:
+        gc.enable()
 
 
 def test_pools_that_begin_together_leave_the_number_of_threads_alone() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Barrier, Lock
+from threading import Barrier, Lock, RLock
 
 import torch
 
@@ -103,16 +103,45 @@ def one_core_threads(count: int) -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
+class _Pauses:
+    """How many threads want the garbage collector paused. It is one for the process, as this is."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._count = 0
+        self._enabled = False
+        """Whether it was on before the first of them."""
+
+    def begin(self) -> None:
+        """One more."""
+        with self._lock:
+            if not self._count:
+                self._enabled = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> None:
+        """One fewer."""
+        with self._lock:
+            self._count -= 1
+            if not self._count and self._enabled:
+                gc.enable()
+
+
+_PAUSES = _Pauses()
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the garbage collector while very many objects are made that stay: it would walk all of them, in vain."""
-    enabled = gc.isenabled()
-    gc.disable()
+    """Pauses the garbage collector, until the pauses of all threads have ended.
+
+    While very many objects are made that stay: it would walk all of them, in vain. And where it must not run.
+    """
+    _PAUSES.begin()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _PAUSES.end()
 
 
 def release_importers(modules: int) -> None:
