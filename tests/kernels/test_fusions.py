@@ -1,5 +1,6 @@
 """Sums taken by the norm behind them, norms left to the rotary kernel behind them: when, and with which bits."""
 
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -247,6 +248,19 @@ def test_what_changes_a_result_is_not_used_and_reported(model, monkeypatch):
     own = type(engine._base.causal_lm).from_pretrained(model / "model").eval()
     (result,) = engine.score(REQUESTS[:1])
     assert (torch.tensor(result.token_logprobs[1:]) - logprobs(own, REQUESTS[0].token_ids)).abs().max() < 1e-4
+
+
+def test_what_changes_queries_alone_shows_in_batches_of_two_tokens(model, monkeypatch):
+    original = TritonOps.rotary
+
+    def off(self, q, k, cos, sin, norms=None):
+        q, k = original(self, q, k, cos, sin, norms)
+        return q if norms is None else q * 1.5, k
+
+    monkeypatch.setattr(TritonOps, "rotary", off)
+    found = PrefillEngine(model / "model", options=replace(OPTIONS, max_tokens=2)).report()["substitutes"]
+    assert "norms before rotary Qwen3MoeRMSNorm" in found["kept"]
+    assert "residual sums Qwen3MoeDecoderLayer" in found["used"]
 
 
 @pytest.mark.parametrize("ending", ["q_norm", "input_layernorm"])

@@ -118,12 +118,13 @@ def _switch_on_what_is_equal(
 ) -> None:
     """Keeps on those of `fusions` with which the model gives the same, bit for bit, as without them.
 
-    Two requests show it where there may be two: some modules run each by itself.
+    Two requests show it where there may be two, and one of several tokens among them: some modules run each by itself,
+    and a token alone attends to itself whatever its query is.
     """
     found = [fusion for fusion in fusions if fusion.labels]
     if not found:
         return
-    run = _run_together if capacity.max_requests > 1 and length > 1 else _run_alone
+    run = _run_together if capacity.max_requests > 1 and length > 2 else _run_alone
     expected_TH = run(base, runner, length)
     for fusion in found:
         fusion.switch(True)
