@@ -1,5 +1,6 @@
 """A row's scores belong to the row: mixed batches against solo runs, and what the engine refuses."""
 
+import json
 import math
 import random
 
@@ -233,6 +234,22 @@ def test_a_bad_request_costs_only_itself(engine, row, said):
     assert results[0].token_logprobs == results[2].token_logprobs
     with pytest.raises(RequestError, match="request 1"):
         engine.score([good, row])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"return_dict": False}, {"output_hidden_states": True, "output_router_logits": True}]
+)
+def test_what_a_config_asks_to_return_besides_is_not_kept(tmp_path, asked):
+    model = save_model(tmp_path, "qwen3_moe")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **asked}), encoding="utf-8")
+    engine = PrefillEngine(tmp_path, options=EngineOptions(device="cpu"))
+    returned = []
+    engine._base.body.register_forward_hook(lambda module, args, result: returned.append(result))
+    ids = [5, 9, 11, 3, 8]
+    (result,) = engine.score([Request(token_ids=ids)])
+    assert [list(one) for one in returned] == [["last_hidden_state"]]
+    assert result.token_logprobs[1:] == pytest.approx(reference_logprobs(model, ids), abs=SOLO_TOLERANCE)
 
 
 def test_a_nan_model_is_told_not_hidden(tmp_path):

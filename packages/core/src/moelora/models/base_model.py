@@ -19,7 +19,7 @@ from moelora.models.architecture import Architecture
 from moelora.models.attention import EAGER, register_attention
 from moelora.models.checkpoint import INDEX, CheckpointFiles, check_checkpoint, find_model_folder
 from moelora.models.context import row_of
-from moelora.models.decoder import decoder_of, drop_other_modalities, plug_functions
+from moelora.models.decoder import ask_for_last_hidden_state, decoder_of, drop_other_modalities, plug_functions
 from moelora.models.experts import EXPERTS, register_experts
 from moelora.models.kept import widen_kept
 from moelora.models.mixers import install_loops, looped_functions
@@ -217,6 +217,7 @@ def read_config(folder: Path) -> Any:
     except Exception as error:
         raise CheckpointError(f"{path} is not understood by transformers: {_first_line(error)}") from None
     read_quantisation(config, folder)  # refuses some
+    ask_for_last_hidden_state(config)
     return config
 
 

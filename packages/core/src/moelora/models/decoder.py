@@ -57,6 +57,21 @@ def drop_other_modalities(causal_lm: Any) -> None:
         setattr(parent, name, None)
 
 
+def ask_for_last_hidden_state(config: Any) -> None:
+    """Has a model return its last hidden state, or its logits, alone and by name.
+
+    A checkpoint's config may ask for those of all layers besides, which are then kept to the end of each forward, or
+    for a tuple.
+    """
+    config.return_dict = True
+    for more in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if getattr(config, more, False):
+            setattr(config, more, False)
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            ask_for_last_hidden_state(getattr(config, name))
+
+
 def plug_functions(decoder: nn.Module, *, attention: str, experts: str) -> None:
     """Chooses the functions of a decoder from transformers' registries, by their names."""
     for module in decoder.modules():
