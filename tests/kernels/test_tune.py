@@ -54,8 +54,11 @@ class TestTable:
         save_table(path, {ExpertsKey.of(base, shape.top_k): (tuned(16), tuned(64, 128))})
         assert path.parent == own_folder
         assert load_table(path) == {ExpertsKey.of(base, shape.top_k): (tuned(16), tuned(64, 128))}
-        for tokens, rows in ((1, 64), (16, 64), (17, 128), (64, 128), (9999, 128)):
-            assert pick_config(base, tokens=tokens, top_k=shape.top_k).block_m == rows
+        for tokens, entry in ((1, tuned(16)), (16, tuned(16)), (17, tuned(64, 128)), (64, tuned(64, 128))):
+            assert pick_config(base, tokens=tokens, top_k=shape.top_k) == entry.config
+        beyond = {"tokens": 65, "top_k": shape.top_k}
+        built_in = default_config(**beyond, num_experts=shape.num_experts, dtype=torch.float16)
+        assert pick_config(base, **beyond) == built_in != tuned(64, 128).config
 
     def test_other_shapes_and_dtypes_get_the_built_in_one(self, layer, own_folder):
         base, shape = layer
@@ -155,12 +158,12 @@ class TestSearch:
         real = tune.experts_lora
         monkeypatch.setattr(tune, "experts_lora", lambda *a, **k: real(*a, **k) * 1.02)
         with pytest.raises(ConfigError, match="wrong on this device"):
-            tune.tune_experts(base, shape, tokens=[12], slots=2, rank=4, timer=lambda work: 1.0)
+            list(tune.tune_experts(base, shape, tokens=[12], slots=2, rank=4, timer=lambda work: 1.0))
 
     def test_fp32_is_not_tuned(self, layer):
         base, shape = layer
         with pytest.raises(ConfigError, match="16-bit"):
-            tune.tune_experts(replace(base, up=base.up.float()), shape, timer=lambda work: 1.0)
+            list(tune.tune_experts(replace(base, up=base.up.float()), shape, timer=lambda work: 1.0))
 
 
 class TestCommand:
@@ -184,6 +187,22 @@ class TestCommand:
         ((key, entries),) = found.items()
         assert key.num_experts == 6
         assert [one.tokens for one in entries] == [16, 32]
+
+    def test_an_interrupted_run_keeps_what_it_found(self, tmp_path, own_folder, capfd, monkeypatch):
+        def interrupted(base, shape, tokens, on_event):
+            yield tuned(16)
+            raise KeyboardInterrupt
+
+        tiny_config("qwen3_moe").save_pretrained(tmp_path / "model")
+        monkeypatch.setattr("moelora.environment.resolve_device", lambda name: SimpleNamespace(type="cuda"))
+        monkeypatch.setattr(table, "device_name", lambda device: "cpu")
+        monkeypatch.setattr(tune, "layer_weights", lambda module, device, dtype: layer_on_cpu(module, CPU, dtype))
+        monkeypatch.setattr(tune, "tune_experts", interrupted)
+        with pytest.raises(SystemExit) as left:
+            main(["tune", str(tmp_path / "model")])
+        assert left.value.code == 130
+        ((_, entries),) = load_table(table.table_path("cpu")).items()
+        assert entries == (tuned(16),)
 
     def test_needs_a_gpu_and_experts(self, tmp_path, capfd):
         tiny_config("qwen3_moe").save_pretrained(tmp_path / "model")

@@ -83,12 +83,14 @@ def _tune(options: dict[str, Any], progress: Progress) -> str:
         named = f"{shape.num_experts} experts of {shape.hidden} × {shape.inter} in {options['dtype']}"
         progress.event(f"tuning {named}")
         base = layer_weights(layer, device, dtype)
-        tuned = tune_experts(base, shape, tokens=options["tokens"] or TOKENS, on_event=progress.event)
-        table[ExpertsKey.of(base, shape.top_k)] = tuned
+        tuned: list[Tuned] = []
+        for one in tune_experts(base, shape, tokens=options["tokens"] or TOKENS, on_event=progress.event):
+            tuned.append(one)
+            table[ExpertsKey.of(base, shape.top_k)] = tuple(tuned)
+            save_table(path, table)  # minutes lie between two of them
         printed.append(
             _lines(f"{shape.num_experts} experts of {shape.hidden} × {shape.inter}, {options['dtype']}", tuned)
         )
-    save_table(path, table)
     printed.append(f"written to {path}\n")
     return "".join(printed)
 

@@ -74,14 +74,16 @@ def tune_experts(
     rank: int = 16,
     timer: Timer = graph_ms,
     on_event: Callable[[str], None] = lambda text: None,
-) -> tuple[Tuned, ...]:
-    """The best blocks for each token count. `base`: one layer's weights, in a 16-bit dtype, on the device to tune.
+) -> Iterator[Tuned]:
+    """The best blocks for each token count, one by one from the fewest tokens on.
 
-    Raises `ConfigError` for another dtype, and if the built-in configuration itself is wrong on this device.
+    base: one layer's weights, in a 16-bit dtype, on the device to tune. Raises `ConfigError` for another dtype, and if
+    the built-in configuration itself is wrong on this device.
     """
     if base.up.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(f"only 16-bit products are tuned, not {base.up.dtype}; use --dtype bfloat16 or float16")
-    return tuple(_tune(make_work(base, shape, count, slots, rank), timer, on_event) for count in sorted(tokens))
+    for count in sorted(tokens):
+        yield _tune(make_work(base, shape, count, slots, rank), timer, on_event)
 
 
 def layer_weights(module: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> ExpertsWeights:

@@ -71,13 +71,14 @@ Table = dict[ExpertsKey, tuple[Tuned, ...]]
 def pick_config(base: ExpertsWeights, *, tokens: int, top_k: int) -> MoeConfig:
     """The tuned configuration for a batch on the device of `base`, or the built-in one where there is none.
 
-    Depends on shapes and the device alone, so that capture and replay use the same one.
+    That of the next larger token count; a batch larger than all of them has none. Depends on shapes and the device
+    alone, so that capture and replay use the same one.
     """
     tuned = read_table(device_name(base.up.device)).get(ExpertsKey.of(base, top_k), ())
-    if not tuned:
-        return default_config(tokens=tokens, top_k=top_k, num_experts=base.num_experts, dtype=base.up.dtype)
     place = bisect_left([one.tokens for one in tuned], tokens)
-    return tuned[min(place, len(tuned) - 1)].config
+    if place == len(tuned):
+        return default_config(tokens=tokens, top_k=top_k, num_experts=base.num_experts, dtype=base.up.dtype)
+    return tuned[place].config
 
 
 @cache
