@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, randn, relative_error
 from moelora.errors import ConfigError
-from moelora.models.norms import norm_form
+from moelora.models.norms import FusedGatedNorm, gated_norm_form, norm_form
 from moelora.models.substitutes import _agree
 from moelora_kernels.fused import TritonOps
-from moelora_kernels.ops.rms_norm import VARIANTS, naive_rms_norm, rms_norm
+from moelora_kernels.ops.rms_norm import GATES, VARIANTS, naive_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -34,6 +34,44 @@ def test_equals_naive(device, dtype, variant, with_residual):
     if with_residual:
         assert relative_error(residual, total) < TOLERANCE[dtype]
         assert torch.equal(residual, total) or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", [*VARIANTS, "no_weight"])
+@pytest.mark.parametrize("kind", GATES)
+def test_a_gate_behind_it(device, dtype, variant, kind):
+    x, gate = (randn(5, 3, 40, seed=seed, dtype=dtype, device=device) * 4 for seed in (1, 3))
+    weight = None if variant == "no_weight" else randn(40, seed=2, dtype=dtype, device=device)
+    variant = "model" if weight is None else variant
+    got = rms_norm(
+        x, weight, 1e-6, variant=variant, gate=gate.transpose(0, 1).contiguous().transpose(0, 1), gate_kind=kind
+    )
+    want = naive_rms_norm(x, weight, 1e-6, variant=variant, gate=gate, gate_kind=kind)
+    assert got.dtype == want.dtype == dtype
+    assert relative_error(got, want) < TOLERANCE[dtype]
+    if dtype == torch.float16:
+        assert relative_error(got, want) < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "form"),
+    [
+        ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", ("model", "silu")),
+        ("kimi_linear", "KimiLinearRMSNormGated", ("float", "sigmoid")),
+    ],
+)
+def test_gates_as_the_transformers_modules(module, name, form):
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    norm = getattr(modeling, name)(32, eps=1e-6).to(DEVICES[0], torch.float16)
+    x, gate = (randn(1, 37, 32, seed=seed, dtype=torch.float16, device=DEVICES[0]) * 3 for seed in (5, 7))
+    with torch.no_grad():
+        norm.weight.copy_(randn(32, seed=6))
+        assert gated_norm_form(norm, TritonOps(), x, gate, _agree) == (1e-6, *form)
+        assert norm_form(norm, TritonOps(), x, _agree) is None
+        fused = FusedGatedNorm(norm, TritonOps(), 1e-6, *form)
+        assert _agree(fused(x, gate), norm(x, gate))
+        assert torch.equal(fused(x, gate.float()), norm(x, gate.float())), "of another dtype: the module's own"
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
@@ -104,6 +142,8 @@ def test_refusals():
     x = randn(2, 8, seed=1, device=DEVICES[0])
     with pytest.raises(ConfigError, match="Did you mean 'model'"):
         rms_norm(x, None, 1e-6, variant="modle")
+    with pytest.raises(ConfigError, match="unknown gate 'relu'"):
+        rms_norm(x, None, 1e-6, gate=x, gate_kind="relu")
     with pytest.raises(ConfigError, match="several dtypes"):
         rms_norm(x, x[0].half(), 1e-6)
     with pytest.raises(ConfigError, match="the module's own norm"):

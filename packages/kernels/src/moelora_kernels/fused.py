@@ -28,6 +28,11 @@ class TritonOps:
     ) -> torch.Tensor:
         return rms_norm(x, weight, eps, variant=variant, residual=residual)
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, variant: str, kind: str
+    ) -> torch.Tensor:
+        return rms_norm(x, weight, eps, variant=variant, gate=gate, gate_kind=kind)
+
     def rotary(
         self,
         q_THD: torch.Tensor,

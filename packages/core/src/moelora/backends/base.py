@@ -196,6 +196,11 @@ class FusedOps(Protocol):
         residual: contiguous; the sum is left in it.
         """
 
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, variant: str, kind: str
+    ) -> torch.Tensor:
+        """RMSNorm times the activation of `gate`, of x's shape. kind: "silu" or "sigmoid"."""
+
     def rotary(
         self,
         q_THD: torch.Tensor,

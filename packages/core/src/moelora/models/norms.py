@@ -16,6 +16,7 @@ from moelora.models.context import current_context
 from moelora.models.weak_methods import weakly
 
 VARIANTS = ("model", "float", "one_plus")
+GATES = ("silu", "sigmoid")
 
 
 class FusedNorm:
@@ -77,6 +78,46 @@ def norm_form(
         return None
     # In 16 bits one that rounds elsewhere may agree up to the last place too, but more rarely gives the very same.
     return eps, max(agreeing, key=lambda variant: int((made[variant] == own).sum()))
+
+
+class FusedGatedNorm:
+    """The forward of an RMSNorm with a gate behind it, with which the kernel agreed."""
+
+    def __init__(self, module: torch.nn.Module, ops: FusedOps, eps: float, variant: str, kind: str) -> None:
+        self._weight = module.get_parameter("weight")
+        self._eps = eps
+        self._variant = variant
+        self._kind = kind
+        self._ops = ops
+        self._original = weakly(module.forward)
+
+    def __call__(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        alike = gate is not None and gate.shape == hidden_states.shape and gate.dtype is hidden_states.dtype
+        if gate is None or not alike or hidden_states.dtype is not self._weight.dtype:
+            own: torch.Tensor = self._original(hidden_states, gate)
+            return own
+        return self._ops.gated_rms_norm(hidden_states, gate, self._weight, self._eps, self._variant, self._kind)
+
+
+def gated_norm_form(
+    module: torch.nn.Module,
+    ops: FusedOps,
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    agree: Callable[[torch.Tensor, torch.Tensor], bool],
+) -> tuple[float, str, str] | None:
+    """(eps, variant, kind) with which the kernel gives what `module` gives for x and gate; None if there is none."""
+    eps, weight = _eps(module), module.get_parameter("weight")
+    if eps is None or list(inspect.signature(module.forward).parameters)[1:] != ["gate"] or weight.dtype != x.dtype:
+        return None
+    forms = [(eps, variant, kind) for variant in VARIANTS for kind in GATES]
+    try:
+        own = module(x, gate)
+        made = [ops.gated_rms_norm(x, gate, weight, *form) for form in forms]
+        equal = {form: int((one == own).sum()) for form, one in zip(forms, made, strict=True) if agree(one, own)}
+    except Exception:  # not the norm that it looks like
+        return None
+    return max(equal, key=lambda form: equal[form], default=None)
 
 
 def fused_norm_of(module: Any) -> FusedNorm | None:

@@ -17,7 +17,7 @@ import torch
 from moelora.backends.base import FusedOps
 from moelora.models.convolutions import packed_convolutions
 from moelora.models.experts import activation_name
-from moelora.models.norms import FusedNorm, looks_like_rms_norm, norm_form
+from moelora.models.norms import FusedGatedNorm, FusedNorm, gated_norm_form, looks_like_rms_norm, norm_form
 from moelora.models.rotary import install_rotary, modelling_files
 from moelora.models.routers import looks_like_router, route, router_form
 from moelora.models.top_k import install_top_k
@@ -122,12 +122,13 @@ def _try_norm(
     weight = module.get_parameter("weight")
     key = (type(module), weight.shape, weight.dtype, *_settings(module))
     if key not in verdicts:
-        verdicts[key] = norm_form(module, ops, draw(1, _ROWS, weight.shape[0]) * 3, _agree)
+        x = draw(1, _ROWS, weight.shape[0]) * 3
+        verdicts[key] = norm_form(module, ops, x, _agree) or gated_norm_form(module, ops, x, draw(*x.shape), _agree)
     form, label = verdicts[key], f"norm {type(module).__name__}"
     if form is None:
         done.kept[label] += 1
         return
-    module.forward = FusedNorm(module, ops, *form)
+    module.forward = FusedNorm(module, ops, *form) if len(form) == 2 else FusedGatedNorm(module, ops, *form)
     done.used[label] += 1
 
 

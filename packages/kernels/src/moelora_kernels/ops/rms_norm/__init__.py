@@ -1,4 +1,4 @@
-"""RMSNorm, with the sum before it fused in. `naive.py` is the truth, `kernel.py` the Triton code."""
+"""RMSNorm, with a sum before it or a gate behind it. `naive.py` is the truth, `kernel.py` the Triton code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from moelora.errors import ConfigError, choose_from
 from moelora_kernels.launch import power_of_two, require, require_device, require_dtype
 from moelora_kernels.ops.rms_norm.kernel import rms_norm_kernel
-from moelora_kernels.ops.rms_norm.naive import VARIANTS, naive_rms_norm
+from moelora_kernels.ops.rms_norm.naive import GATES, VARIANTS, naive_rms_norm
 
-__all__ = ["MAX_WIDTH", "VARIANTS", "naive_rms_norm", "rms_norm"]
+__all__ = ["GATES", "MAX_WIDTH", "VARIANTS", "naive_rms_norm", "rms_norm"]
 
 MAX_WIDTH = 32768
 """The widest row that one program holds in registers."""
@@ -22,30 +22,37 @@ def rms_norm(
     *,
     variant: str = "model",
     residual: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+    gate_kind: str = "silu",
 ) -> torch.Tensor:
     """x or, with a residual, x + residual normalised over the last dimension, contiguous.
 
-    x, residual `[…, W]` and weight `[W]` or None, in one dtype. residual: contiguous, not x; the sum is left in it.
-    Rounding, as the transformers modules have it:
+    x, residual, gate `[…, W]` and weight `[W]` or None, in one dtype. residual: contiguous, not x; the sum is left in
+    it. gate: the result is multiplied by its silu or sigmoid, as `gate_kind` says. Rounding, as transformers' modules
+    have it:
 
     1. with a residual, x + residual is rounded to the model's dtype, and that is what is normalised;
     2. the mean of squares and x / sqrt(mean + eps) are fp32, the root and the division correctly rounded;
     3. "model" (Llama, Qwen, Mixtral): the quotient is rounded to the model's dtype, times the weight, rounded again;
        "float" (gpt-oss, Olmo 2): times the weight in fp32, rounded once; "one_plus" (Gemma, Qwen3-Next): times
-       (1 + weight) in fp32, rounded once. Without a weight the quotient is rounded.
+       (1 + weight) in fp32, rounded once. Without a weight the quotient is rounded;
+    4. with a gate, its activation and the product are fp32, rounded once, "float" and "one_plus" not before that.
 
     The sum of squares has an order of its own, so the result may differ from torch's by one unit in the last place. A
     row's bits depend on the row alone. Raises `ConfigError` for what has no kernel.
     """
     if variant not in VARIANTS:
         raise ConfigError(choose_from("RMSNorm variant", variant, VARIANTS))
-    given = [t for t in (x, weight_W, residual) if t is not None]
+    if gate_kind not in GATES:
+        raise ConfigError(choose_from("gate", gate_kind, GATES))
+    given = [t for t in (x, weight_W, residual, gate) if t is not None]
     require_dtype("rms_norm", *given)
     require_device("rms_norm", *given)
     width = x.shape[-1]
     require(0 < width <= MAX_WIDTH, f"rms_norm: width {width} is not in 1 … {MAX_WIDTH}", "the module's own norm")
     assert weight_W is None or weight_W.shape == (width,)
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous() and residual is not x)
+    assert gate is None or gate.shape == x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
@@ -55,9 +62,11 @@ def rms_norm(
     # Each of the 128 threads has an element of its own: a second reader might come behind the sum that is written.
     block_m = max(1, 128 // block_w, min(32, 4096 // block_w))
     rms_norm_kernel[(-(-rows // block_m),)](
-        x_GMW, residual if residual is not None else x_GMW, weight_W if weight_W is not None else x_GMW, out,
+        x_GMW, residual if residual is not None else x_GMW, weight_W if weight_W is not None else x_GMW,
+        gate.contiguous() if gate is not None else x_GMW, out,
         rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2],
         RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
+        GATE=0 if gate is None else 1 + GATES.index(gate_kind),
         BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
         enable_fp_fusion=False,  # as the rotary kernel, which norms heads by the same steps
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Triton kernel of RMSNorm, with an optional sum before it.
+"""Triton kernel of RMSNorm, with an optional sum before it or gate behind it.
 
 M rows of a program, W width. The whole row is one block, so its sum is taken in one order that depends on W alone.
 """
@@ -30,15 +30,16 @@ def weigh(b_normed, b_weight, dtype: tl.constexpr, VARIANT: tl.constexpr):
 
 @triton.jit
 def rms_norm_kernel(
-    p_x, p_residual, p_weight, p_out,
+    p_x, p_residual, p_weight, p_gate, p_out,
     rows, W, eps, inner, stride_group, stride_x,
-    RESIDUAL: tl.constexpr, VARIANT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
+    RESIDUAL: tl.constexpr, VARIANT: tl.constexpr, GATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """`inner` rows of x, `stride_x` apart, make a group, and groups lie `stride_group` apart.
 
     RESIDUAL: the sum of x and p_residual is normed, and takes the place of p_residual.
 
-    VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32.
+    VARIANT: 0 no weight, 1 weight in the model's dtype, 2 weight in fp32, 3 (1 + weight) in fp32. GATE: 0 none, 1 silu,
+    2 sigmoid.
     """
     i_m = tl.program_id(0).to(tl.int64)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,4 +59,9 @@ def rms_norm_kernel(
     if VARIANT > 0:
         b_weight = tl.load(p_weight + o_w, mask=m_w, other=0.0).to(tl.float32)[None, :]
         b_normed = weigh(b_normed, b_weight, dtype, VARIANT)
+    if GATE > 0:
+        if VARIANT < 2:  # what these give is a tensor of the model's dtype in the module
+            b_normed = b_normed.to(dtype).to(tl.float32)
+        b_gate = tl.load(p_gate + o_out, mask=m_mw, other=0.0).to(tl.float32)
+        b_normed = b_normed * tl.div_rn(b_gate if GATE == 1 else 1.0, 1.0 + tl.exp(-b_gate))
     tl.store(p_out + o_out, b_normed.to(dtype), mask=m_mw)
