@@ -99,12 +99,15 @@ class Body(torch.nn.Module):
         self.reads = None
 
     def forward(self, given, scale):
-        x = given
+        wide = torch.cat((given, given), -1)
+        x = wide[..., :WIDTH] if self.reads == "what its input is a piece of" else given
         for layer in self.layers:
             x = layer(x, scale=scale)
             x = x[0] if isinstance(x, tuple) else x
         if self.reads == "the last sum":
             return 2 * x + self.norm(x)  # reads it before the norm does
+        if self.reads == "what its input is a piece of":
+            return self.norm(x) + wide[..., :WIDTH]
         return self.norm(x) + given if self.reads == "what layers are given" else self.norm(x)
 
 
@@ -121,11 +124,11 @@ def body(request):
 
 
 @torch.inference_mode()
-def run(body, seed=1):
-    slots = torch.full((5,), -1, dtype=torch.int32, device=DEVICE)
+def run(body, seed=1, tokens=5):
+    slots = torch.full((tokens,), -1, dtype=torch.int32, device=DEVICE)
     meta = LoraMetadata(phase=Phase.PREFILL, token_slot_T=slots, has_lora=False)
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, 5, WIDTH, generator=generator).to(DEVICE)
+    x = torch.randn(1, tokens, WIDTH, generator=generator).to(DEVICE)
     with forward_context(ForwardContext(backend=get_backend("triton"), meta=meta, segments=None)):
         return body(x, torch.tensor(1.25, device=DEVICE))
 
@@ -189,6 +192,17 @@ def test_who_reads_a_sum_besides_the_norm_shows_in_the_result(body, reads):
     want = run(body, seed=2)
     sums.switch(True)
     assert not torch.equal(run(body, seed=2), want)
+
+
+def test_what_the_first_layer_is_given_a_piece_of_stays_as_it_is(body):
+    """A piece of one row has no gaps: it looks like a whole."""
+    body.reads = "what its input is a piece of"
+    sums = see(body)
+    want = [run(body, seed=2, tokens=n) for n in (5, 1)]
+    sums.switch(True)
+    for n, one in zip((5, 1), want, strict=True):
+        assert torch.equal(run(body, seed=2, tokens=n), one), n
+    assert body.ops.sums == 12
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ half's norm gets the sum so far, f gets what the norm gave, and the layer return
 that last sum to the norm of the next layer, or to the one behind all layers.
 
 All sums of a stack of layers are taken in one tensor, the one that its first layer is given: a new one for each would
-stay as long as the callers hold what they gave or got.
+stay as long as the callers hold what they gave or got. Not where that is a piece of another, which has gaps between its
+rows, and with one row alone cannot be told from a whole.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _LayerOfHalves:
         given = {**self._defaults, **kwargs}
         waiting = current_context().waiting
         summand = waiting.take_summand(hidden_states)
-        x = hidden_states.contiguous()
+        x = hidden_states.contiguous() if summand is not None or hidden_states.shape[-2] > 1 else hidden_states.clone()
         for half in self._halves:
             normed = half.norm.of_sum(x, summand)
             summand = None  # it is in x, and as large
