@@ -2,7 +2,8 @@
 # # Multiple choice
 #
 # Most benchmarks that are scored by log-likelihood ask: which of these continuations does the model find likeliest? A
-# row with `choices` holds the question once; the context is computed once, and every choice branches off it.
+# row with `choices` holds the question once. Behind it, the prompt runs once for each choice, all of them packed into
+# the batches of the run; choices of one token share one run.
 #
 # `examples/tiny-moe/choices.jsonl` has twelve questions, three of each kind of text: which of four continuations is
 # this passage's own?

@@ -1,6 +1,7 @@
 """What the README and the quickstart show runs as it stands, one line after the other."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -83,16 +84,50 @@ def assert_scores_anew(source, capsys):
 
 def test_the_output_of_one_run_becomes_the_next_input_as_the_page_of_files_has_it(scored, capsys):
     pytest.importorskip("pyarrow", reason="Parquet is an extra")
-    (recipe,) = blocks("docs/files.md", "python")
+    (recipe,) = (block for block in blocks("docs/files.md", "python") if "next.parquet" in block)
     exec(compile(recipe, "files.md", "exec"), {})
     assert_scores_anew("next.parquet", capsys)
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="the line needs jq")
 def test_the_line_for_json_lines_does_the_same(scored, capsys):
-    (recipe,) = blocks("docs/files.md", "bash")
+    (recipe,) = (block for block in blocks("docs/files.md", "bash") if "next.jsonl" in block)
     subprocess.run(recipe, shell=True, check=True)
     assert_scores_anew("next.jsonl", capsys)
+
+
+@pytest.fixture
+def plain_rows(monkeypatch, tmp_path):
+    """A folder with rows scored under the base, one of them a single token and one an error; the ids to be kept."""
+    example = ROOT / "examples" / "tiny-moe"
+    rows = [json.loads(line) for line in (example / "heldout.jsonl").open(encoding="utf-8")][::4]
+    rows = [{"id": "one token", "prompt_token_ids": [5]}, {"id": "bad", "prompt": 3}, *rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main([*f"prefill {example} --input rows.jsonl --output scores.jsonl --logprobs tokens --quiet".split()])
+    scores = [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
+    means = {row["id"]: row["token_logprobs"][1:] for row in scores if row["error"] is None}
+    kept = [name for name, values in means.items() if values and math.exp(-sum(values) / len(values)) < 100]
+    assert 2 < len(kept) < len(rows) - 4
+    return kept
+
+
+def kept_ids():
+    return [json.loads(line)["id"] for line in Path("kept.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_rows_are_filtered_by_perplexity_as_the_page_of_files_has_it(plain_rows):
+    (recipe,) = (block for block in blocks("docs/files.md", "python") if "math.log" in block)
+    exec(compile(recipe, "files.md", "exec"), {})
+    assert kept_ids() == plain_rows
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="the lines need jq")
+def test_the_lines_for_perplexity_do_the_same(plain_rows):
+    (recipe,) = (block for block in blocks("docs/files.md", "bash") if "kept.jsonl" in block)
+    subprocess.run(recipe, shell=True, check=True)
+    assert kept_ids() == plain_rows
 
 
 def test_the_rows_that_the_page_of_files_shows_are_rows():
