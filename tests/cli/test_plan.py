@@ -9,6 +9,7 @@ import pytest
 from moelora import memory
 from moelora.jobs import windows
 from moelora_cli import progress
+from moelora_cli.command import size
 from moelora_cli.main import main
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-moe"
@@ -63,6 +64,25 @@ def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
         "row error  line 6: prompt must be a string",
     ):
         assert part in stdout
+
+
+def test_sequences_longer_than_a_batch_are_told(capfd: pytest.CaptureFixture[str], rows: Path):
+    lengths = [30, 30, 41, 30, 97]
+    rows.write_text("".join(json.dumps({"prompt_token_ids": [7] * n, "adapter": "python"}) + "\n" for n in lengths))
+    _, stdout, _ = moelora(capfd, "plan", rows, "--max-tokens", 40)
+    assert "at most 40 tokens and 40 requests each; 2 longer sequences, of up to 97 tokens, alone" in stdout
+    assert f" {(30 * 3 + 41 + 97) / (40 * 3 + 41 + 97):.0%} full" in stdout
+    activations = json.loads(moelora(capfd, "plan", rows, "--max-tokens", 97, "--json")[1])["engine"]["memory"]
+    assert f"activations of 40 tokens; {size(activations['activations'])} while the longest sequence runs" in stdout
+    capfd.readouterr()
+    arguments = ["--input", str(rows), "--output", str(rows.with_name("out.jsonl")), "--max-tokens", "40"]
+    with pytest.raises(SystemExit):
+        main(["prefill", str(EXAMPLE), "--adapters", f"{EXAMPLE}/adapters", "--device", "cpu", *arguments])
+    said = "longest 97 tokens in one sequence; those longer than --max-tokens (40) run alone"
+    assert said in capfd.readouterr().err.splitlines()
+    _, stdout, _ = moelora(capfd, "plan", rows, "--max-tokens", 97)
+    assert "longer" not in stdout
+    assert "activations of the largest batch" in stdout
 
 
 def test_a_device_that_is_too_small(capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch):

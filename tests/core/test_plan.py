@@ -74,6 +74,7 @@ def both(folder, model="model", names=NAMES, job_options=None, **options):
     "options",
     [
         {"max_tokens": 64, "slots": 2},
+        {"max_tokens": 10, "slots": 2},
         {"max_tokens": 300, "max_requests": 3, "slots": 1, "graph": GraphMode.OFF},
         {"slots": 3, "dtype": "bfloat16", "load_format": "dummy"},
         {"job_options": {"max_length": 20, "on_long": "truncate-left", "default_adapter": "head"}},
@@ -89,7 +90,15 @@ def test_the_plan_says_what_the_report_says(world, options, monkeypatch):
     assert planned_stats == real_stats
     assert real_stats["error_rows"] > 0
     shared = set(planned) & set(real)
-    assert {"passes", "eager_reasons", "tokens", "padding_share", "adapter_loads", "bytes_per_slot"} <= shared
+    assert {
+        "passes",
+        "eager_reasons",
+        "tokens",
+        "padding_share",
+        "largest_batch",
+        "adapter_loads",
+        "bytes_per_slot",
+    } <= shared
     assert {key: planned[key] for key in shared} == {key: real[key] for key in shared}
     assert planned["batches"] == sum(one["count"] for one in real["passes"])
 

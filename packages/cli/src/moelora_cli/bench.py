@@ -83,7 +83,13 @@ _QUICK_REPEAT = 2
 @click.option("--repeat", type=POSITIVE, default=5, show_default=True, help="Timed calls; the median counts.")
 @attention_option
 @click.option("--batch-invariant", is_flag=True, help="Time runs whose rows have the same bits in any batch.")
-@click.option("--max-tokens", type=POSITIVE, default=16384, show_default=True, help="Most tokens of one batch.")
+@click.option(
+    "--max-tokens",
+    type=POSITIVE,
+    default=16384,
+    show_default=True,
+    help="Most tokens of one batch; a longer prompt runs alone.",
+)
 @click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Graphs to capture. Default: what is needed.")
 @click.option("--layers", type=POSITIVE, help="Cut the model to so many layers; needs --load-format dummy.")
 @click.option(

@@ -178,7 +178,7 @@ engine_options = _all(
         help="CUDA graphs of the body; auto: the faster of graph and eager for each bucket.",
     ),
     *_WHERE,
-    click.option("--max-tokens", type=POSITIVE, help="Most tokens of one batch."),
+    click.option("--max-tokens", type=POSITIVE, help="Most tokens of one batch; a longer sequence runs alone."),
     click.option("--max-requests", type=POSITIVE, help="Most requests of one batch."),
     click.option("--slots", type=POSITIVE, help="Adapters that lie on the device at once."),
     click.option("--buckets", type=BucketsType(), metavar="N,N,…", help="Token counts to capture graphs for."),

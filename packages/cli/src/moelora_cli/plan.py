@@ -135,8 +135,10 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     """The plan for people."""
     from moelora.jobs.report import rows_and_lines
 
-    engine = facts["engine"]
-    share = engine["tokens"] / max(engine["batches"] * engine["max_tokens"], 1)
+    engine, longer = facts["engine"], ""
+    if engine["longer_sequences"]:
+        longer = f"; {counted(engine['longer_sequences'], 'longer sequence')}, "
+        longer += f"of up to {counted(engine['largest_batch'], 'token')}, alone"
     lines = [
         ("model", f"{engine['architecture']} in {engine['dtype']} on {engine['device']}, backend {engine['backend']}"),
         ("rows", rows_and_lines(facts["rows"], facts["output_rows"], facts["error_rows"])),
@@ -147,8 +149,9 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         ),
         (
             "batches",
-            f"{engine['batches']:,}, {share:.0%} full; "
-            f"at most {counted(engine['max_tokens'], 'token')} and {counted(engine['max_requests'], 'request')} each",
+            f"{engine['batches']:,}, {engine['fill_share']:.0%} full; "
+            f"at most {counted(engine['max_tokens'], 'token')} and {counted(engine['max_requests'], 'request')} each"
+            f"{longer}",
         ),
     ]
     windows = facts["windows"]
@@ -167,7 +170,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         loads = f"loaded {counted(engine['adapter_loads'], 'time')} in all"
         loads = f"{engine['adapters']:,} in {counted(engine['slots'], 'slot')}, {loads}"
         lines.append(("adapters", f"{loads}; {size(engine['bytes_per_slot'])} per slot"))
-    lines += [("memory", line) for line in _memory_lines(engine["memory"], facts["devices"])]
+    lines += [("memory", line) for line in _memory_lines(engine, facts["devices"])]
     lines += [("row error", error) for error in facts["first_errors"]]
     width = max(len(label) for label, _ in lines)
     labels = ["" if i and lines[i - 1][0] == label else label for i, (label, _) in enumerate(lines)]
@@ -184,11 +187,16 @@ def _graph_lines(engine: dict[str, Any]) -> list[str]:
     return lines + [f"{n:,} eager: {EagerReason(reason).text}" for reason, n in engine["eager_reasons"].items()]
 
 
-def _memory_lines(memory: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
+def _memory_lines(engine: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
     from moelora.environment import free_host_memory
     from moelora.jobs.report import MEMORY_PARTS
 
-    lines = [f"{size(memory[key]):>10}  {text}" for key, text in MEMORY_PARTS.items()]
+    memory, parts = engine["memory"], dict(MEMORY_PARTS)
+    if engine["longer_sequences"]:  # for which nothing is kept free
+        longest = memory["activations"] * engine["largest_batch"] // engine["max_tokens"]
+        parts["activations"] = f"activations of {counted(engine['max_tokens'], 'token')}; "
+        parts["activations"] += f"{size(longest)} while the longest sequence runs"
+    lines = [f"{size(memory[key]):>10}  {text}" for key, text in parts.items()]
     lines.append(f"{size(memory['needed']):>10}  together; the last two take turns")
     lines.append(f"not counted: {', '.join(memory['not_counted'])}")
     for one in devices:

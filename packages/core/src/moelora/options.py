@@ -37,7 +37,8 @@ class EngineOptions:
         device: "auto" (CUDA if there is any), "cpu", "cuda" or "cuda:N".
         dtype: Of weights, factors and activations: "auto", "bfloat16", "float16" or "float32". "auto" is the
             checkpoint's own on CUDA and float32 on the CPU. Sums, softmax and log-probabilities are float32 always.
-        max_tokens: Tokens of the largest batch; unless given 2,048 on the CPU, and on CUDA 8,192 or what fits.
+        max_tokens: Tokens that a batch may hold; a longer sequence runs alone. Unless given 2,048 on the CPU, and on
+            CUDA 8,192 or what fits.
         max_requests: Requests of the largest batch; as many as tokens unless given.
         slots: Adapters on the device at once; unless given all of them, up to 8 or what fits.
         buckets: Token counts to capture graphs for, ascending, none above `max_tokens`.

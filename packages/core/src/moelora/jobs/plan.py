@@ -80,6 +80,8 @@ class PlanningEngine:
         self._schedules = [SlotSchedule(self._capacity.bank_slots) for _ in range(workers)]
         self._schedule = self._schedules[0]
         self._counts = Counts()
+        self._longer = 0
+        self._room = 0
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +128,11 @@ class PlanningEngine:
             on_batch()
 
     def report(self) -> dict[str, Any]:
-        """Counts so far, and what would run where. All values are JSON types."""
+        """Counts so far, and what would run where. All values are JSON types.
+
+        longer_sequences: those over the budget of tokens, each a batch of its own. fill_share: tokens over what the
+        batches have room for, in [0, 1]; a longer sequence fills its own.
+        """
         architecture = self._source.architecture
         return {
             "model": str(self._source.folder),
@@ -141,6 +147,8 @@ class PlanningEngine:
             "buckets": list(self._buckets) if self._mode is not GraphMode.OFF else [],
             "batches": self._counts.passes.total(),
             **self._counts.report(),
+            "longer_sequences": self._longer,
+            "fill_share": self._counts.tokens / max(self._room, 1),
             "adapters": len(self._adapters),
             "adapter_loads": sum(schedule.loads for schedule in self._schedules),
             "slots": self._capacity.slots,
@@ -167,6 +175,8 @@ class PlanningEngine:
         admission = self._admit(tokens, len(planned.sequences))
         mode = RunMode.EAGER if admission.reason is not None else RunMode(str(self._mode))
         self._counts.add(mode, admission, tokens)
+        self._longer += tokens > self._capacity.max_tokens
+        self._room += max(tokens, self._capacity.max_tokens)
 
     def _admit(self, tokens: int, requests: int) -> Admission:
         if self._mode is GraphMode.OFF:

@@ -97,6 +97,7 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     passes += [f"{count:,} eager: {_why(reason)}" for reason, count in engine.get("eager_reasons", {}).items()]
     if passes:
         lines.append(("batches", ", ".join(passes)))
+    lines += [("longest", text) for text in _longest(engine)]
     lines += [("attention", text) for text in _attention(engine.get("attention", []))]
     if engine.get("peak_device_bytes"):
         lines.append(("memory", f"{engine['peak_device_bytes'] / 2**30:.2f} GiB at most on the device"))
@@ -110,6 +111,15 @@ def rows_and_lines(rows: int, lines: int, errors: int) -> str:
     """Rows of the input beside lines of the output, one for each adapter of a row, and those of them with an error."""
     said = f"{rows:,} in, {counted(lines, 'line')} out, "
     return said + (f"{errors:,} of them {'errors' if errors > 1 else 'an error'}" if errors else "no errors")
+
+
+def _longest(engine: Mapping[str, Any]) -> Iterator[str]:
+    """The largest batch, of all workers, where it had more tokens than a batch may: it was one sequence."""
+    workers = [one for one in engine.get("workers") or [engine] if one.get("largest_batch")]
+    largest = max(workers, key=lambda one: int(one["largest_batch"]), default=None)
+    if largest is not None and largest["largest_batch"] > largest["max_tokens"]:
+        tokens = counted(largest["largest_batch"], "token")
+        yield f"{tokens} in one sequence; those longer than --max-tokens ({largest['max_tokens']:,}) run alone"
 
 
 def _attention(chosen: Sequence[Mapping[str, Any]]) -> Iterator[str]:
