@@ -68,6 +68,16 @@ def test_json_on_standard_output_stands_alone(capfd):
     assert facts["measurements"][1]["lora_overhead"] > 0
 
 
+def test_a_peer_without_peft_is_refused_before_any_work(capfd, monkeypatch):
+    monkeypatch.setattr("moelora.bench.peer.find_spec", lambda name: None)
+    monkeypatch.setattr("moelora.bench.run.measure_ceilings", lambda *given: pytest.fail("work has begun"))
+    code, out, err = run(capfd, *SMALL, "--adapters", "0", "--peer", "transformers")
+    assert (code, out) == (2, "")
+    assert (
+        err == "error: the peer's adapters need PEFT, which is not installed: python -m pip install 'moelora[verify]'\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

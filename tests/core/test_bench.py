@@ -247,6 +247,22 @@ class TestPeer:
             assert one.tolist() == pytest.approx(result.token_logprobs[1:], abs=1e-4)
             assert first.item() == pytest.approx(result.next_token.logprob, abs=1e-4)
 
+    def test_its_padding_is_counted(self, catalogue):
+        peer = TransformersPeer(
+            open_base(TINY), catalogue, device=CPU, dtype=torch.float32, rank=0, max_tokens=64, seed=0
+        )
+        lengths = [("a", 20), ("__base__", 10), ("a", 30), ("a", 31), ("a", 7), ("__base__", 64)]
+        requests = [Request(token_ids=[5] * n, adapter=adapter) for adapter, n in lengths]
+        # Under the base 10 | 64; under a 7 20 | 30 31.
+        rows = [(1, 10), (1, 64), (2, 20), (2, 31)]
+        ran = []
+        body = getattr(peer._model, peer._model.base_model_prefix)
+        body.register_forward_pre_hook(lambda _, given, named: ran.append(named["input_ids"].shape), with_kwargs=True)
+        peer.score(requests, Task.PREFILL)
+        assert [tuple(shape) for shape in ran] == rows
+        total = sum(count * length for count, length in rows)
+        assert peer.padding_share(requests) == pytest.approx(1 - sum(n for _, n in lengths) / total)
+
     def test_adapters_change_its_scores(self, catalogue):
         peer = TransformersPeer(
             open_base(TINY), catalogue, device=CPU, dtype=torch.float32, rank=4, max_tokens=64, seed=0
@@ -307,6 +323,7 @@ class TestRun:
             assert one.tokens == sum(find_scaled(one).lengths())
             assert one.tokens_per_second == pytest.approx(one.tokens / min(one.seconds))
             assert one.floor_share > 0
+            assert (one.padding_share > 0) == (one.engine != "moelora" and one.workload == "W1")
             assert (report.lora_overhead(one) is None) == (one.adapters == 0)
             assert (report.over_peer(one) is None) == (one.engine != "moelora")
             assert one.memory_bytes is None

@@ -55,7 +55,8 @@ _QUICK_REPEAT = 2
     metavar="N",
     default=(8,),
     show_default=True,
-    help="Random adapters on q, k, v, o and all experts; prompt i is under number i mod (N + 1), 0: base; repeatable.",
+    help="Random adapters on q, k, v, o and all experts; prompt i is under number i mod (N + 1), 0: base; "
+    "a single prompt is under the first adapter; repeatable.",
 )
 @click.option("--without-base", is_flag=True, help="Prompt i is under adapter i mod N, none under the base.")
 @click.option(

@@ -104,7 +104,8 @@ def measure_peer(
         peer.score(requests, task)
 
     call()
-    return _time(call, PEER, setting, workload, task, requests, timing, mixed=mixed)
+    one = _time(call, PEER, setting, workload, task, requests, timing, mixed=mixed)
+    return replace(one, padding_share=peer.padding_share(requests))
 
 
 def _time(

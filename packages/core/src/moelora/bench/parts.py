@@ -22,7 +22,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     ("experts", r"top_?k|TopK|bitonicSort|radixSort|RadixSort|softmax|SoftMax|route"),
     ("attention", r"^attend|end_tiles|find_tiles|flash|fmha|[Aa]ttention"),
-    ("small", r"rms_norm|rotary|gated_activation|layer_norm"),
+    ("small", r"rms_norm|rotary|gated_activation|layer_norm|causal_conv"),
     ("dense", r"projections|gemm|nvjet|cutlass|xmma|cublas|splitKreduce"),
     ("copies", r"^Mem(cpy|set)"),
     ("small", r"elementwise|vectorized|reduce_kernel|index|gather|scatter|CatArray|copy"),

@@ -8,7 +8,7 @@ so that holding and switching several costs nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from itertools import groupby
@@ -29,6 +29,14 @@ _CHUNK_ROWS = 2048
 _PAD = 0
 
 
+def require_peft(adapters: Iterable[int]) -> None:
+    """Raises `ConfigError` without PEFT if any of these numbers of adapters is more than none."""
+    if any(adapters) and find_spec("peft") is None:
+        raise ConfigError(
+            "the peer's adapters need PEFT, which is not installed: python -m pip install 'moelora[verify]'"
+        )
+
+
 class TransformersPeer:
     """transformers, and PEFT if an adapter is wanted, behind what a benchmark calls."""
 
@@ -43,11 +51,7 @@ class TransformersPeer:
         max_tokens: int,
         seed: int,
     ) -> None:
-        """rank: of the adapter; 0 for none. max_tokens: of a padded batch. Raises `ConfigError` without PEFT."""
-        if rank and find_spec("peft") is None:
-            raise ConfigError(
-                "the peer's adapters need PEFT, which is not installed: python -m pip install 'moelora[verify]'"
-            )
+        """rank: of the adapter, which needs PEFT; 0 for none. max_tokens: of a padded batch."""
         torch.manual_seed(seed)
         self._device = device
         self._max_tokens = max_tokens
@@ -65,12 +69,23 @@ class TransformersPeer:
     def score(self, requests: Sequence[Request], task: Task) -> list[torch.Tensor]:
         """Each request's log-probabilities in fp32 on the host: of every token but the first, or of the best next."""
         out: dict[int, torch.Tensor] = {}
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].adapter, len(requests[i].token_ids)))
-        for adapter, group in groupby(order, key=lambda i: requests[i].adapter):
+        for adapter, batches in self._planned(requests):
             with self._under(adapter):
-                for batch in self._batches(list(group), requests):
+                for batch in batches:
                     out.update(zip(batch, self._score_batch([requests[i] for i in batch], task), strict=True))
         return [out[i] for i in range(len(requests))]
+
+    def padding_share(self, requests: Sequence[Request]) -> float:
+        """Positions of the padded batches that hold no token, over all positions, in [0, 1]."""
+        batches = [batch for _, group in self._planned(requests) for batch in group]
+        rows = sum(len(batch) * max(len(requests[i].token_ids) for i in batch) for batch in batches)
+        return 1 - sum(len(request.token_ids) for request in requests) / max(rows, 1)
+
+    def _planned(self, requests: Sequence[Request]) -> Iterator[tuple[str, Iterator[list[int]]]]:
+        """Each adapter with its batches of indices of requests."""
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].adapter, len(requests[i].token_ids)))
+        for adapter, group in groupby(order, key=lambda i: requests[i].adapter):
+            yield adapter, self._batches(list(group), requests)
 
     def _under(self, adapter: str) -> AbstractContextManager[Any]:
         if self._peft is None or adapter != BASE_ADAPTER:

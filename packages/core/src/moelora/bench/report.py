@@ -42,7 +42,8 @@ class Measurement:
 
     engine: "moelora" or a peer. adapters: 0 where every prompt is under the base. loaded: adapters that the engine
     held while it ran, on the same prompts. seconds: of each repeat, around the whole call, results on the host.
-    floor_s: by part. passes: forwards by mode and bucket of one call. memory_bytes: peak on the device beyond weights
+    floor_s: by part. passes: forwards by mode and bucket of one call. padding_share: rows without a token, over all
+    rows of buckets, or of a peer's padded batches. memory_bytes: peak on the device beyond weights
     and slots, graphs included; None on the CPU.
     """
 

@@ -21,7 +21,7 @@ from moelora.bench.dummy_adapters import dummy_adapters
 from moelora.bench.floor import decoder_shape
 from moelora.bench.measure import Setting, Timing, add_profile, batches_of, measure, measure_peer
 from moelora.bench.peer import NAME as PEER
-from moelora.bench.peer import TransformersPeer
+from moelora.bench.peer import TransformersPeer, require_peft
 from moelora.bench.report import OWN, BenchReport, Setup
 from moelora.bench.workloads import Task, Workload
 from moelora.capacity import bucket_for, default_buckets
@@ -69,9 +69,11 @@ def run_bench(
 ) -> BenchReport:
     """Runs everything that `bench` asks for. `options` says how engines are made, graph mode and backend apart.
 
-    Raises what `PrefillEngine` raises, and `ConfigError` for layers that cannot be cut or prompts beyond the model's
-    positions.
+    Raises what `PrefillEngine` raises, and `ConfigError` for layers that cannot be cut, prompts beyond the model's
+    positions, or a peer that needs PEFT where there is none.
     """
+    if bench.peer:
+        require_peft(bench.adapters)
     if bench.layers is None:
         return _Bench(model, bench, options, on_event).run()
     with cut_to_layers(find_model_folder(model), bench.layers, options.load_format) as folder:
