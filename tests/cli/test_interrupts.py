@@ -85,6 +85,23 @@ def test_the_second_ctrl_c_ends_at_once(command: Command):
     assert command.files() == {"in.jsonl"}
 
 
+@pytest.mark.parametrize("devices", [(), ("--devices", "cpu:2")])
+def test_a_run_that_has_finished_no_part_says_that_nothing_is_kept(command: Command, devices: tuple[str, ...]):
+    many_rows(command, 900)
+    with start(command, "--output", command.output, *devices, seconds=0.1) as process:
+        deadline = time.monotonic() + 60
+        agreed = command.folder / "out.jsonl.parts" / "agreed-score-chunk-rows.json"
+        while not agreed.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    said = ["no part was finished yet: nothing is kept, and the same command begins anew", "error: interrupted"]
+    assert stderr.splitlines()[-2:] == said
+    assert command.files() == {"in.jsonl"}
+
+
 def test_an_interrupted_run_goes_on_to_the_same_file(command: Command):
     many_rows(command, 10_000)
     whole = command.folder / "whole.jsonl"

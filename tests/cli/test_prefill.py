@@ -297,6 +297,23 @@ def test_bad_options_are_refused(command: Command, arguments: list[str], message
     assert command.input.read_text() == GOOD
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="needs a file system in which root can make no folder")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--output", "/proc/x/q.jsonl"], "--output /proc/x/q.jsonl"),
+        (["--output", "/proc/q.jsonl"], "--output /proc/q.jsonl"),
+        (["--output", "/proc/x", "--shard", "0/2"], "--output /proc/x"),
+        (["--report", "/proc/x/r.html"], "--report /proc/x/r.html"),
+    ],
+)
+def test_outputs_in_a_folder_that_takes_nothing_are_refused(command: Command, arguments: list[str], named: str):
+    done = command(*arguments)
+    assert done.code == 2
+    assert f"error: {named}: the folder /proc is not writable (" in done.stderr
+    assert command.files() == {"in.jsonl"}
+
+
 def test_bad_inputs_are_refused(command: Command):
     (command.folder / "empty.jsonl").write_text("\n")
     (command.folder / "x.parquet").write_text("PAR1")

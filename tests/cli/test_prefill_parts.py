@@ -92,6 +92,26 @@ def interrupted(command: Command, *arguments: Any) -> None:
         assert "\nkept 1 finished part in" in command(*arguments).stderr
 
 
+def test_reports_of_a_run_that_went_on_say_what_is_of_it_alone(command: Command):
+    interrupted(command)
+    done = command("--report", "r.html", "--metrics-file", "m.prom")
+    assert done.code == 0
+    page, metrics = ((command.folder / name).read_text() for name in ("r.html", "m.prom"))
+    tokens = sum(row["num_tokens"] for row in command.rows)
+    alone = sum(row["num_tokens"] for row in command.rows[4_096:])
+    assert "This run went on from an earlier one." in page
+    assert f"of this one alone, which scored {alone:,} of the tokens" in page
+    assert f"moelora_tokens_total {tokens}.0" in metrics
+    told = dict(re.findall(r"# HELP (\S+) (.*)", metrics))
+    for name in ("moelora_tokens_total", "moelora_output_rows_total"):
+        assert told[name].endswith("what earlier processes scored, which this run goes on from, counts too.")
+    for name in ("moelora_run_seconds", "moelora_eager_passes_total", "moelora_cuda_graph_passes_total"):
+        assert told[name].endswith("Of this run's own processes, without those that it goes on from.")
+    command.output.unlink()
+    assert command("--report", "r.html").code == 0
+    assert "went on from" not in (command.folder / "r.html").read_text()
+
+
 def test_going_on_is_said_unless_quiet(command: Command):
     for arguments, said in (((), True), (("--quiet",), False)):
         interrupted(command, "--overwrite")

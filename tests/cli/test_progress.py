@@ -9,6 +9,7 @@ from moelora.jobs.stats import JobStats
 from moelora.wording import duration
 from moelora_cli import progress as module
 from moelora_cli.progress import Progress, WorkerProgress, WorkersTold, read_workers
+from moelora_cli.workers import _Shown
 
 
 @pytest.fixture
@@ -141,6 +142,25 @@ def test_of_a_dead_worker_only_its_parts_count(clock: list[float], tmp_path: Pat
     assert read_workers(tmp_path).stats == JobStats(output_rows=48, tokens=480)
     assert read_workers(tmp_path, dead={11}).stats == JobStats(output_rows=39, tokens=390)
     assert read_workers(tmp_path, dead={11, 12}).stats == JobStats(output_rows=30, tokens=300)
+
+
+def test_progress_of_workers_never_runs_backwards(clock: list[float], tmp_path: Path, monkeypatch):
+    """Though what a worker had in hand when it died, or ended at Ctrl-C, is taken off."""
+    shown: list[int] = []
+    progress = Progress(quiet=True)
+    monkeypatch.setattr(progress, "counts", lambda stats, earlier: shown.append(stats.output_rows))
+    workers = []
+    for process in (11, 12):
+        monkeypatch.setattr(module.os, "getpid", lambda process=process: process)
+        workers.append(WorkerProgress(tmp_path))
+        workers[-1].begin()
+    all_shown = _Shown(tmp_path, tmp_path, JobStats(output_rows=3), progress)
+    for counts, dead in ([(9, 20), set()], [(9, 20), {11}], [(9, 25), {11}], [(9, 40), {11}]):
+        clock[0] += 60
+        for worker, lines in zip(workers, counts, strict=True):
+            worker.counts(JobStats(output_rows=lines, tokens=lines), JobStats())
+        all_shown.update(dead)
+    assert shown == [3 + 29, 3 + 40]
 
 
 def test_quiet_is_quiet(clock: list[float], capsys: pytest.CaptureFixture[str]):

@@ -57,7 +57,7 @@ def write_header(folder: Path, header: dict[str, Any] | bytes, data: bytes = b""
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: data[:-100], "100 bytes are missing"),
+        (lambda data: data[:-100], f"{WEIGHTS}: it is shorter than its header says: 100 bytes are missing"),
         (lambda data: b"", "too short"),
         (lambda data: data[:9], "too short"),
         (lambda data: data[:20], "cut off in the header"),

@@ -178,13 +178,18 @@ def test_columns_that_json_does_not_have_are_refused_before_any_work(tmp_path, v
 
 def test_columns_that_no_row_may_have_are_refused_by_name_before_any_work(tmp_path):
     parquet.write_table(pa.table({"prompt": ["a"], "text": ["b"], "num_tokens": [1]}), tmp_path / "in.parquet")
-    with pytest.raises(InputError, match=r"no columns 'text' \(did you mean 'prompt'\?\), 'num_tokens'\. Valid: "):
+    with pytest.raises(
+        InputError, match=r": 'text' \(did you mean 'prompt'\?\), 'num_tokens' are no columns of rows\. Valid: "
+    ):
+        ParquetReader(tmp_path / "in.parquet")
+    parquet.write_table(pa.table({"prompt": ["a"], "label": [1]}), tmp_path / "in.parquet")
+    with pytest.raises(InputError, match=r": 'label' is no column of rows\. Valid: id, "):
         ParquetReader(tmp_path / "in.parquet")
     (tmp_path / "in.jsonl").write_text('{"prompt_token_ids": [20, 21]}\n')
     score(tmp_path / "in.jsonl", tmp_path / "out.parquet")
     with pytest.raises(InputError) as refused:
         open_rows(tmp_path / "out.parquet")
-    unknown = str(refused.value).split("rows have no columns ")[1].split(". Valid: ")[0]
+    unknown = str(refused.value).split(".parquet: ")[1].split(" are no columns of rows. Valid: ")[0]
     assert [part.split()[0].strip("',") for part in unknown.split(", ")] == [
         name for name in output_schema().names if name not in ROW_KEYS
     ]

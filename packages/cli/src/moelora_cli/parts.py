@@ -90,9 +90,9 @@ def score_in_parts(
     try:
         size = window_requests(len(engine.adapter_names), engine.slots)
         run_into_parts(job, read, size, store, on_part=progress.part_written, on_window=on_window)
-    except BaseException:
-        if store.finished() and not worker:
-            progress.say(parts_are_safe(store))
+    except BaseException as error:
+        if not worker and (store.finished() or isinstance(error, KeyboardInterrupt)):
+            progress.say(what_is_kept(store))
         raise
     progress.scored(job.stats, job.earlier)
 
@@ -114,8 +114,10 @@ def going_on(store: PartStore) -> str:
     return f"going on with {counted(store.finished(), 'finished part')} in {store.folder}"
 
 
-def parts_are_safe(store: PartStore) -> str:
+def what_is_kept(store: PartStore) -> str:
     """What is said when a run ends before its time."""
+    if not store.finished():
+        return "no part was finished yet: nothing is kept, and the same command begins anew"
     count = counted(store.finished(), "finished part")
     return f"kept {count} in {store.folder}; the same command goes on from there"
 

@@ -224,6 +224,7 @@ def _run(
             engine=engine.report(),
             run=asked_for(options, adapters),
             timeline=timeline.as_json(),
+            earlier_tokens=job.earlier.tokens,
         )
         write_reports(options, report, tally)
     except BrokenPipeError:

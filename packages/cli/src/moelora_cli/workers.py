@@ -23,7 +23,7 @@ from moelora.wording import repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
-from moelora_cli.parts import going_on, open_parts, parts_are_safe, parts_folder, write_output
+from moelora_cli.parts import going_on, open_parts, parts_folder, what_is_kept, write_output
 from moelora_cli.progress import Progress, read_workers
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         shown = _Shown(Path(private), folder, earlier, progress)
         try:
             _wait(_start(options, adapters, names, Path(private)), progress, shown)
-        except BaseException:
-            if store.finished():
-                progress.say(parts_are_safe(store))
+        except BaseException as error:
+            if store.finished() or isinstance(error, KeyboardInterrupt):
+                progress.say(what_is_kept(store))
             raise
         told = read_workers(Path(private))
         try:
@@ -111,6 +111,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
         engine=engine,
         run=asked_for(options, adapters),
         timeline=timeline,
+        earlier_tokens=earlier.tokens,
     )
     write_reports(options, report)
     tell(stats, report, progress, quiet=options["quiet"])
@@ -142,7 +143,10 @@ class _Shown:
         self._is_done = False
 
     def update(self, dead: Collection[int]) -> None:
-        """Shows what has been scored by now, if that is more than before. dead: numbers of workers that died."""
+        """Shows what has been scored by now, if that is more than before. dead: numbers of workers that died.
+
+        It is less when one has died, or has ended at Ctrl-C, with a window unfinished.
+        """
         from moelora.jobs.parts import stats_of
 
         told = read_workers(self._folder, dead)
@@ -155,7 +159,8 @@ class _Shown:
             self._progress.scored(stats_of(self._parts), self._earlier)
             return
         told.stats.add(self._earlier)
-        if told.stats != self._last:  # between batches the rate would seem to fall
+        # Between batches the rate would seem to fall.
+        if self._last is None or told.stats.output_rows > self._last.output_rows:
             self._last = told.stats
             self._progress.counts(told.stats, self._earlier)
 

@@ -42,7 +42,7 @@ _USUAL_START = re.compile(rb'\{(?:"__metadata__":(\{[^{}]*\}),)?')
 
 
 class FileProblem(Exception):  # noqa: N818 - callers turn it into an error of their own, with the file's name
-    """What is wrong with a file, and the likely cause, as the rest of a sentence that begins with its name."""
+    """What is wrong with a file, and the likely cause, as a sentence to stand behind its name and a colon."""
 
 
 class Stamp(NamedTuple):
@@ -281,20 +281,22 @@ def _check_extent(infos: Mapping[str, TensorInfo], data: int, size: int) -> None
         position += info.nbytes
     if position > size:
         raise FileProblem(
-            f"is shorter than its header says: {position - size} bytes are missing; the download or copy was probably "
-            "cut off"
+            f"it is shorter than its header says: {position - size} bytes are missing; "
+            "the download or copy was probably cut off"
         )
     if position < size:
-        raise FileProblem(f"has {size - position} bytes behind its last tensor that do not belong to it; it is damaged")
+        raise FileProblem(
+            f"it has {size - position} bytes behind its last tensor that do not belong to it; it is damaged"
+        )
 
 
 def _why_no_header(start: bytes, size: int, length: int) -> str:
     if start.startswith(b"version https://git-lfs"):
-        return "is a git-lfs pointer, not the file itself; run `git lfs pull`"
+        return "it is a git-lfs pointer, not the file itself; run `git lfs pull`"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html", b"{", b"pk\x03\x04")):
-        return "is not a safetensors file; its beginning looks like a web page, JSON or an archive"
+        return "it is not a safetensors file; its beginning looks like a web page, JSON or an archive"
     if size < 10:
-        return f"is too short to be a safetensors file ({size} bytes); the download or copy was probably cut off"
+        return f"it is too short to be a safetensors file ({size} bytes); the download or copy was probably cut off"
     return (
         f"its header claims {length} bytes, the file has {size}: "
         "it was cut off in the header, or is not a safetensors file"

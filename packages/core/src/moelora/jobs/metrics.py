@@ -7,6 +7,8 @@ from typing import Any
 
 from moelora.types import Phase, RunMode
 
+_WHOLE = " Of the whole output: what earlier processes scored, which this run goes on from, counts too."
+_OWN = " Of this run's own processes, without those that it goes on from."
 _PLAIN = {
     "rows": ("moelora_input_rows_total", "Rows read from the input."),
     "output_rows": ("moelora_output_rows_total", "Lines written, one per row and adapter."),
@@ -27,12 +29,14 @@ def encode_metrics(report: Mapping[str, Any]) -> bytes:
 
     registry = CollectorRegistry()  # of its own: the process-wide one would add counters of the interpreter
     for key, (name, text) in _PLAIN.items():
-        Counter(name, text, registry=registry).inc(report[key])
+        Counter(name, text + _WHOLE, registry=registry).inc(report[key])
     _count_passes(report["engine"], registry)
-    Gauge("moelora_run_seconds", "Seconds of scoring, loading left out.", registry=registry).set(report["seconds"])
+    seconds = "Seconds of scoring, loading left out." + _OWN
+    Gauge("moelora_run_seconds", seconds, registry=registry).set(report["seconds"])
     peak = report["engine"].get("peak_device_bytes")
     if peak is not None:
-        Gauge("moelora_peak_device_bytes", "Most device memory in use at once.", registry=registry).set(peak)
+        most = "Most device memory in use at once." + _OWN
+        Gauge("moelora_peak_device_bytes", most, registry=registry).set(peak)
     # Each counter also has a series with its creation time, which says nothing about a run that is over.
     text = generate_latest(registry).decode("utf-8").splitlines(keepends=True)
     return "".join(line for line in text if "_created" not in line).encode("utf-8")
@@ -43,7 +47,7 @@ def _count_passes(engine: Mapping[str, Any], registry: Any) -> None:
 
     graphs = Counter(
         "moelora_cuda_graph_passes_total",
-        "Batches that replayed a CUDA graph.",
+        "Batches that replayed a CUDA graph." + _OWN,
         ("phase", "mode", "bucket"),
         registry=registry,
     )
@@ -51,7 +55,7 @@ def _count_passes(engine: Mapping[str, Any], registry: Any) -> None:
         if entry["mode"] != RunMode.EAGER:
             graphs.labels(phase=entry["phase"], mode=entry["mode"], bucket=entry["bucket"]).inc(entry["count"])
     eager = Counter(
-        "moelora_eager_passes_total", "Batches that ran without a graph.", ("phase", "reason"), registry=registry
+        "moelora_eager_passes_total", "Batches that ran without a graph." + _OWN, ("phase", "reason"), registry=registry
     )
     for reason, count in engine.get("eager_reasons", {}).items():
         eager.labels(phase=Phase.PREFILL.value, reason=reason).inc(count)

@@ -72,7 +72,11 @@ class ParquetReader:
         if unknown:
             shown = [f"{name!r} (did you mean {key!r}?)" if key else repr(name) for name, key in unknown.items()]
             valid = ", ".join(ROW_KEYS)
-            raise InputError(f"input {self.name}: rows have no columns {', '.join(shown)}. Valid: {valid}")
+            raise InputError(
+                f"input {self.name}: {shown[0]} is no column of rows. Valid: {valid}"
+                if len(shown) == 1
+                else f"input {self.name}: {', '.join(shown)} are no columns of rows. Valid: {valid}"
+            )
         for name in schema.names:
             count = schema.names.count(name)
             if count > 1:

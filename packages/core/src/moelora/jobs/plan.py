@@ -63,7 +63,7 @@ class PlanningEngine:
         )
         self._adapters: dict[str, Adapter] = {}
         for name, path in adapters.items():
-            on_event(f"reading adapter {name} from {path}")
+            on_event(f"checking adapter {name} in {path}")
             self._adapters[name] = loader.outline(path, name=name)
         self._layout = BankLayout.of(self._adapters.values())
         sizing = Sizing(

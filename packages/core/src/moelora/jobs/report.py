@@ -32,13 +32,14 @@ def build_report(
     engine: Mapping[str, Any],
     run: Mapping[str, Any],
     timeline: Mapping[str, Any] | None = None,
+    earlier_tokens: int = 0,
 ) -> dict[str, Any]:
     """The report as a JSON object.
 
     seconds: from the first row until the last was scored. load_seconds: model, adapters and capture.
     engine: the engine's own report, kept whole under `engine`. run: what was asked for (model, adapters, options).
     timeline: tokens scored by second, of `timeline.Timeline`; the rate counts them alone, as a run that goes on counts
-    rows of earlier ones too.
+    rows of earlier ones too. earlier_tokens: those that earlier ones scored.
     """
     scored = _scored(timeline, stats.tokens)
     return {
@@ -48,6 +49,7 @@ def build_report(
         "first_errors": list(stats.first_errors),
         "requests": stats.requests,
         "tokens": stats.tokens,
+        "earlier_tokens": earlier_tokens,
         "truncated_rows": stats.truncated_rows,
         "truncated_tokens": stats.truncated_tokens,
         "seconds": seconds,

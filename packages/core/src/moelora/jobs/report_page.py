@@ -91,7 +91,14 @@ def _cards(report: Mapping[str, Any]) -> str:
     ]
     if report["engine"].get("peak_device_bytes"):
         cards.append(("device memory, peak", f"{report['engine']['peak_device_bytes'] / 2**30:.2f} GiB"))
-    return '<div class="cards">' + "".join(f"<div><b>{value}</b>{name}</div>" for name, value in cards) + "</div>"
+    tiles = '<div class="cards">' + "".join(f"<div><b>{value}</b>{name}</div>" for name, value in cards) + "</div>"
+    earlier = report["earlier_tokens"]
+    if not earlier:
+        return tiles
+    return (
+        f'{tiles}<p class="soft">This run went on from an earlier one. Seconds, tokens per second, throughput, batches '
+        f"and padding are of this one alone, which scored {report['tokens'] - earlier:,} of the tokens.</p>"
+    )
 
 
 def _notices(report: Mapping[str, Any]) -> str:
@@ -133,7 +140,7 @@ def _padding(engine: Mapping[str, Any]) -> str:
     if not live:
         return '<p class="soft">No tokens went through the model.</p>'
     share = padding / (live + padding)
-    bars = [Bar(label="tokens of rows", value=live, colour="--a")]
+    bars = [Bar(label="tokens run", value=live, colour="--a")]
     bars += [Bar(label="padding up to buckets", value=round(padding), colour="--b")]
     note = "Batches that run eagerly are not padded." if not padding else f"{share:.1%} of what went through the model."
     return bar_chart(bars) + f'<p class="soft">{note}</p>'

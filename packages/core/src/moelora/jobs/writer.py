@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
@@ -120,8 +121,8 @@ class Discard:
         pass
 
 
-def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> None:
-    """Raises `ConfigError` if nothing could be written to `path`; writes nothing. "-" is standard output."""
+def check_output(path: str | Path, *, overwrite: bool, what: str = "--output") -> None:
+    """Raises `ConfigError` if nothing could be written to `path`; leaves nothing there. "-" is standard output."""
     if str(path) == "-":
         return
     target = Path(os.path.realpath(path))
@@ -130,7 +131,7 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> 
             f"{what} {path}: JSON Lines (.jsonl) and Parquet (.parquet) can be written, or - for standard output"
         )
     if target.suffix.lower() == ENDING:
-        if what not in ("output", "--output"):
+        if what != "--output":
             raise ConfigError(f"{what} {path}: only rows can be Parquet")
         require_pyarrow(f"{what} {path}")
     if target.is_dir() or str(path).endswith(os.sep):
@@ -140,18 +141,31 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "output") -> 
     folder = next(parent for parent in target.parents if parent.exists())
     if not folder.is_dir():
         raise ConfigError(f"{what} {path}: {folder} is not a directory")
-    if (not target.exists() or target.is_file()) and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what} {path}: the folder {folder} is not writable")
+    if not target.exists() or target.is_file():
+        _check_writable(folder, f"{what} {path}")
 
 
 def check_folder(path: str | Path) -> None:
-    """Raises `ConfigError` if no folder can be made or written at `path`."""
+    """Raises `ConfigError` if no folder can be made or written at `path`, the `--output` of a shard."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"output {path} is a file; the shards of a run need a folder")
+        raise ConfigError(f"--output {path} is a file; the shards of a run need a folder")
     folder = target if target.exists() else next(parent for parent in target.parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"output {path}: the folder {folder} is not writable")
+    if not folder.is_dir():
+        raise ConfigError(f"--output {path}: {folder} is not a directory")
+    _check_writable(folder, f"--output {path}")
+
+
+def _check_writable(folder: Path, what: str) -> None:
+    """Raises `ConfigError` if nothing can be made in `folder`: found by making a folder in it, which goes again.
+
+    Its permissions do not tell: root may write everywhere, but not into /proc or a disk that is mounted read-only.
+    """
+    try:
+        with TemporaryDirectory(prefix=".moelora-", dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{what}: the folder {folder} is not writable ({error.strerror})") from None
 
 
 def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
