@@ -1,11 +1,13 @@
 """Device memory by part: the arithmetic against tensors, and what is given up where memory is short."""
 
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
 
 from arch_world import make, runnable
 from moelora import EngineOptions, GraphMode, PrefillEngine, Request, memory
@@ -20,6 +22,7 @@ from moelora.models.catalogue import build_catalogue
 from tiny_models import peft_adapter, save_model
 
 CPU = torch.device("cpu")
+SHAPES = Path(__file__).parents[2] / "benchmarks/shapes"
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,13 @@ def test_graphs_share_activations_and_results(world, monkeypatch):
     assert plan.graphs == 4 * 1024 * width
     assert plan.activations == 4 * 1024 * width
     assert plan.needed == plan.base + plan.bank + plan.static + plan.graphs + max(plan.activations, plan.scoring_chunk)
+
+
+def test_gated_linear_attention_is_counted():
+    """At the shape of Qwen3.5-35B-A3B a batch of 16,384 tokens took 2,001 MiB on an H200, of two bytes an element."""
+    config = AutoConfig.from_pretrained(SHAPES / "Qwen3.5-35B-A3B").get_text_config()
+    planned = 16384 * 2 * activation_width(config, fused=True)
+    assert planned == pytest.approx(2001 * 2**20, rel=0.05)
 
 
 def test_the_fused_head_needs_no_chunk_of_logits(world):

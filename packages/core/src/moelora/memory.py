@@ -225,7 +225,7 @@ def activation_width(config: Any, *, fused: bool) -> int:
 
     Attention holds the residual, the normed input, q, k, v, and its output or, where rotary is not `fused`, three terms
     as wide as q; a dense feed-forward the residual, the normed input, gate, up and their product. Routed experts work
-    in the backend's scratch. config: the decoder's.
+    in the backend's scratch. Gated linear attention: see `_linear_attention_width`. config: the decoder's.
     """
     # Some decoders give each layer settings of its own, and then have none for all.
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
@@ -245,7 +245,23 @@ def _layer_width(config: Any, *, fused: bool) -> int:
     shared = getattr(config, "shared_expert_intermediate_size", None) or 0
     dense = getattr(config, "intermediate_size", None) or 0
     inner = shared if experts and not getattr(config, "first_k_dense_replace", 0) else dense
-    return max(attention, 3 * hidden + 3 * inner + 4 * experts)
+    return max(attention, _linear_attention_width(config), 3 * hidden + 3 * inner + 4 * experts)
+
+
+def _linear_attention_width(config: Any) -> int:
+    """Of the gated delta rule in chunks of 64 tokens (arXiv 2412.06464), as flash-linear-attention runs it; 0 if none.
+
+    Before and behind the convolution q, k and v, then q and k for every head of v, as they are and of unit length; the
+    gate; the chunks' two transformed keys and values, their states, new values and the result.
+    """
+    heads = getattr(config, "linear_num_value_heads", None)
+    if not heads:
+        return 0
+    d_k, d_v = config.linear_key_head_dim, config.linear_value_head_dim
+    keys, values = heads * d_k, heads * d_v
+    convolved = 2 * config.linear_num_key_heads * d_k + values
+    states = keys * d_v // 64
+    return 2 * config.hidden_size + 2 * convolved + values + 4 * keys + (keys + values) + states + 2 * values
 
 
 def _scoring_bytes(
