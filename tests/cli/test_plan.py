@@ -98,6 +98,7 @@ def test_planning_has_no_speed(capfd: pytest.CaptureFixture[str], rows: Path, mo
     with pytest.raises(SystemExit):
         main(["plan", str(EXAMPLE), "--input", str(rows), "--adapters", f"{EXAMPLE}/adapters", "--device", "cpu"])
     lines = capfd.readouterr().err.splitlines()
+    assert f"checking adapter python in {EXAMPLE}/adapters/python" in lines  # whose values are not read
     assert [line for line in lines if "lines, " in line and "tokens" in line]
     assert not [line for line in lines if "tokens/s" in line]
 
