@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from dense_timing import floor_ms, measure_ms, report, require
 
-from moelora.backends.base import HeadNorms
+from moelora.backends.fused_ops import HeadNorms
 from moelora_kernels.ops.rms_norm import rms_norm
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 

@@ -7,7 +7,8 @@ import torch
 
 from kernels.dense_common import make_bank, relative_error, run_tiles, sorted_tiles
 from moelora.backends import get_backend
-from moelora.backends.base import DenseSlots, HeadNorms
+from moelora.backends.base import DenseSlots
+from moelora.backends.fused_ops import HeadNorms
 from moelora.batching.packing import pack_ids
 from moelora.capacity import PrefillCapacity
 from moelora.types import PackedBatch, Phase

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, Guarded, randn, relative_error
-from moelora.backends.base import HeadNorms
+from moelora.backends.fused_ops import HeadNorms
 from moelora.errors import ConfigError
 from moelora.models.rotary import rotate, times_of_angles
 from moelora.models.substitutes import _agree

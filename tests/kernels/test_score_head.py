@@ -13,7 +13,8 @@ from arch_world import make as make_model
 from arch_world import runnable
 from moelora import EngineOptions, PrefillEngine, Request, Result
 from moelora.backends import get_backend
-from moelora.backends.base import DenseSlots, RowScores
+from moelora.backends.base import DenseSlots
+from moelora.backends.fused_ops import RowScores
 from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
 from moelora.errors import ConfigError

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from moelora.adapters.residency import Placement, Residency
-from moelora.backends.base import RowScores
+from moelora.backends.fused_ops import RowScores
 from moelora.batching.packing import head_rows, pack
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.batching.transfer import Fetch

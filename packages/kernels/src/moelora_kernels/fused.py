@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from moelora.backends.base import HeadNorms, HeadWeights, RowScores
+from moelora.backends.fused_ops import HeadNorms, HeadWeights, RowScores
 from moelora_kernels.launch import FLOAT_DTYPES
 from moelora_kernels.ops.causal_conv import MAX_TAPS, causal_conv
 from moelora_kernels.ops.gated_activation import gated_activation
@@ -18,7 +18,7 @@ from moelora_kernels.ops.top_k import MAX_K, MAX_WIDTH, top_k, top_k_softmax
 
 
 class TritonOps:
-    """`moelora.backends.base.FusedOps` by the kernels of this package."""
+    """`moelora.backends.fused_ops.FusedOps` by the kernels of this package."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, variant: str) -> torch.Tensor:
         return rms_norm(x, weight, eps, variant=variant)

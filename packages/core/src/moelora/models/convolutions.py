@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 from moelora.models.context import row_positions
 from moelora.models.mixers import LoopedCall
 

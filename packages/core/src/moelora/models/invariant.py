@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 
 
 class InvariantProducts(TorchFunctionMode):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 from moelora.models.context import current_context
 from moelora.models.weak_methods import weakly
 

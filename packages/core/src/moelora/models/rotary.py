@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moelora.backends.base import FusedOps, HeadNorms
+from moelora.backends.fused_ops import FusedOps, HeadNorms
 from moelora.models.context import current_context, has_context, rotary_told_to, tell_of_rotary
 from moelora.models.norms import FusedNorm, fused_norm_of
 

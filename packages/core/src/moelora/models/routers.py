@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 from moelora.models.convolutions import packed_convolutions
 from moelora.models.experts import activation_name
 from moelora.models.norms import FusedGatedNorm, FusedNorm, gated_norm_form, looks_like_rms_norm, norm_form

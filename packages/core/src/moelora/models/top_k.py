@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from moelora.backends.base import FusedOps
+from moelora.backends.fused_ops import FusedOps
 from moelora.models.experts import is_experts_module
 from moelora.models.weak_methods import weakly
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from moelora.backends.base import Backend, DenseSlots, HeadWeights, RowScores
+from moelora.backends.base import Backend, DenseSlots
+from moelora.backends.fused_ops import HeadWeights, RowScores
 from moelora.batching.packing import HeadRows
 from moelora.batching.sequences import NO_TARGET
 from moelora.checks import vocab_size_of

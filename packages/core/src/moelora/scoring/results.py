@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moelora.backends.base import RowScores
+from moelora.backends.fused_ops import RowScores
 from moelora.batching.sequences import PROMPT, Sequence, expand
 from moelora.types import ChoiceScore, Request, Result, RunMode, TokenScore
 

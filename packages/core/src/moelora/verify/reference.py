@@ -19,7 +19,7 @@ import torch
 from moelora.adapters.base import Adapter, Catalogue, TargetKind
 from moelora.adapters.describe import AdapterDescription, describe
 from moelora.adapters.loader import load_adapter
-from moelora.backends.base import RowScores
+from moelora.backends.fused_ops import RowScores
 from moelora.batching.sequences import NO_TARGET
 from moelora.batching.sequences import Sequence as Tokens
 from moelora.errors import ConfigError

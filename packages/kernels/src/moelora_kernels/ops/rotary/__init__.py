@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moelora.backends.base import HeadNorms
+from moelora.backends.fused_ops import HeadNorms
 from moelora.errors import ConfigError, choose_from
 from moelora_kernels.launch import power_of_two, require, require_device, require_dtype
 from moelora_kernels.ops.rms_norm import VARIANTS
