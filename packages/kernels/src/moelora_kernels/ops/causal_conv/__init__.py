@@ -29,9 +29,9 @@ def causal_conv(
     token in its request, which begins at 0 and lies in one piece; taps that reach before it count as zeros, whatever
     lies there. activation: "none" or "silu".
 
-    Products and their sum, from the latest token to the earliest, are fp32; the sum with the bias is rounded to the
-    dtype, and the activation of that rounded again. A token's bits depend on its request alone. Raises `ConfigError`
-    for what has no kernel.
+    Products are added in fp32 as they are made, from the latest token to the earliest; the sum with the bias is rounded
+    to the dtype, and the activation of that rounded again. Weights must be finite: earlier requests' tokens meet them
+    as zeros. A token's bits depend on its request alone. Raises `ConfigError` for what has no kernel.
     """
     if activation not in ACTIVATIONS:
         raise ConfigError(choose_from("activation", activation, ACTIVATIONS))
@@ -55,6 +55,6 @@ def causal_conv(
         x_TC, weight_CK, bias_C.contiguous() if bias_C is not None else x_TC, positions_T.contiguous(), out_TC,
         tokens, width, blocks, *x_TC.stride(), *weight_CK.stride(),
         K=taps, BIAS=bias_C is not None, SILU=activation == "silu", BLOCK_T=block_t, BLOCK_C=block_c,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4,
     )  # fmt: skip
     return out_TC
