@@ -6,18 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, randn, relative_error
+from moelora.backends.fused_ops import NORM_GATES, NORM_VARIANTS
 from moelora.errors import ConfigError
 from moelora.models.norms import FusedGatedNorm, gated_norm_form, norm_form
 from moelora.models.substitutes import _agree
 from moelora_kernels.fused import TritonOps
-from moelora_kernels.ops.rms_norm import GATES, VARIANTS, naive_rms_norm, rms_norm
+from moelora_kernels.ops.rms_norm import naive_rms_norm, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", [*VARIANTS, "no_weight"])
+@pytest.mark.parametrize("variant", [*NORM_VARIANTS, "no_weight"])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_equals_naive(device, dtype, variant, with_residual):
     x = randn(5, 3, 40, seed=1, dtype=dtype, device=device)
@@ -38,8 +39,8 @@ def test_equals_naive(device, dtype, variant, with_residual):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", [*VARIANTS, "no_weight"])
-@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("variant", [*NORM_VARIANTS, "no_weight"])
+@pytest.mark.parametrize("kind", NORM_GATES)
 def test_a_gate_behind_it(device, dtype, variant, kind):
     x, gate = (randn(5, 3, 40, seed=seed, dtype=dtype, device=device) * 4 for seed in (1, 3))
     weight = None if variant == "no_weight" else randn(40, seed=2, dtype=dtype, device=device)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, TOLERANCE, Guarded, randn, relative_error
-from moelora.backends.fused_ops import HeadNorms
+from moelora.backends.fused_ops import NORM_VARIANTS, HeadNorms
 from moelora.errors import ConfigError
 from moelora.models.rotary import rotate, times_of_angles
 from moelora.models.substitutes import _agree
 from moelora_kernels.fused import TritonOps
-from moelora_kernels.ops.rms_norm import VARIANTS, rms_norm
+from moelora_kernels.ops.rms_norm import rms_norm
 from moelora_kernels.ops.rotary import LAYOUTS, naive_rotary, rotary
 
 
@@ -65,7 +65,7 @@ def test_any_shape_inside_its_buffer(tokens, heads_q, heads_k, pairs, rest, layo
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", NORM_VARIANTS)
 @pytest.mark.parametrize(("size", "pairs"), [(16, 8), (20, 6)])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_norms_of_heads_have_the_bits_of_two_kernels(device, dtype, variant, size, pairs, inplace):

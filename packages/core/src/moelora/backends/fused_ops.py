@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 
     from moelora.backends.base import DenseSlots
 
+NORM_VARIANTS = ("model", "float", "one_plus")
+"""Of an RMSNorm, by where its weight multiplies."""
+NORM_GATES = ("silu", "sigmoid")
+"""What an RMSNorm with a gate makes of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadWeights:

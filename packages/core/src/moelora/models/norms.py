@@ -6,17 +6,16 @@ Which of them may is found out by `residual_sums` and `rotary`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
-from moelora.backends.fused_ops import FusedOps
+from moelora.backends.fused_ops import NORM_GATES, NORM_VARIANTS, FusedOps
 from moelora.models.context import current_context
 from moelora.models.weak_methods import weakly
 
-VARIANTS = ("model", "float", "one_plus")
-GATES = ("silu", "sigmoid")
+_Form = TypeVar("_Form")
 
 
 class FusedNorm:
@@ -69,15 +68,10 @@ def norm_form(
     if eps is None or takes_more or weight.dtype != x.dtype:
         return None
     try:
-        own = module(x)
-        made = {variant: ops.rms_norm(x, weight, eps, variant) for variant in VARIANTS}
-        agreeing = [variant for variant, normed in made.items() if agree(normed, own)]
+        forms = {(eps, variant): ops.rms_norm(x, weight, eps, variant) for variant in NORM_VARIANTS}
+        return _closest(forms, module(x), agree)
     except Exception:  # not the norm that it looks like
         return None
-    if not agreeing:
-        return None
-    # In 16 bits one that rounds elsewhere may agree up to the last place too, but more rarely gives the very same.
-    return eps, max(agreeing, key=lambda variant: int((made[variant] == own).sum()))
 
 
 class FusedGatedNorm:
@@ -110,13 +104,25 @@ def gated_norm_form(
     eps, weight = _eps(module), module.get_parameter("weight")
     if eps is None or list(inspect.signature(module.forward).parameters)[1:] != ["gate"] or weight.dtype != x.dtype:
         return None
-    forms = [(eps, variant, kind) for variant in VARIANTS for kind in GATES]
     try:
-        own = module(x, gate)
-        made = [ops.gated_rms_norm(x, gate, weight, *form) for form in forms]
-        equal = {form: int((one == own).sum()) for form, one in zip(forms, made, strict=True) if agree(one, own)}
+        forms = {
+            (eps, variant, kind): ops.gated_rms_norm(x, gate, weight, eps, variant, kind)
+            for variant in NORM_VARIANTS
+            for kind in NORM_GATES
+        }
+        return _closest(forms, module(x, gate), agree)
     except Exception:  # not the norm that it looks like
         return None
+
+
+def _closest(
+    made: Mapping[_Form, torch.Tensor], own: torch.Tensor, agree: Callable[[torch.Tensor, torch.Tensor], bool]
+) -> _Form | None:
+    """The form whose result agrees with the module's own; None if there is none.
+
+    In 16 bits one that rounds elsewhere may agree up to the last place too, but more rarely gives the very same.
+    """
+    equal = {form: int((one == own).sum()) for form, one in made.items() if agree(one, own)}
     return max(equal, key=lambda form: equal[form], default=None)
 
 

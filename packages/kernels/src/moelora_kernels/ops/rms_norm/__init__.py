@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from moelora.backends.fused_ops import NORM_GATES, NORM_VARIANTS
 from moelora.errors import ConfigError, choose_from
 from moelora_kernels.launch import power_of_two, require, require_device, require_dtype
 from moelora_kernels.ops.rms_norm.kernel import rms_norm_kernel
-from moelora_kernels.ops.rms_norm.naive import GATES, VARIANTS, naive_rms_norm
+from moelora_kernels.ops.rms_norm.naive import naive_rms_norm
 
-__all__ = ["GATES", "MAX_WIDTH", "VARIANTS", "naive_rms_norm", "rms_norm"]
+__all__ = ["MAX_WIDTH", "naive_rms_norm", "rms_norm"]
 
 MAX_WIDTH = 32768
 """The widest row that one program holds in registers."""
@@ -41,10 +42,10 @@ def rms_norm(
     The sum of squares has an order of its own, so the result may differ from torch's by one unit in the last place. A
     row's bits depend on the row alone. Raises `ConfigError` for what has no kernel.
     """
-    if variant not in VARIANTS:
-        raise ConfigError(choose_from("RMSNorm variant", variant, VARIANTS))
-    if gate_kind not in GATES:
-        raise ConfigError(choose_from("gate", gate_kind, GATES))
+    if variant not in NORM_VARIANTS:
+        raise ConfigError(choose_from("RMSNorm variant", variant, NORM_VARIANTS))
+    if gate_kind not in NORM_GATES:
+        raise ConfigError(choose_from("gate", gate_kind, NORM_GATES))
     given = [t for t in (x, weight_W, residual, gate) if t is not None]
     require_dtype("rms_norm", *given)
     require_device("rms_norm", *given)
@@ -65,8 +66,8 @@ def rms_norm(
         x_GMW, residual if residual is not None else x_GMW, weight_W if weight_W is not None else x_GMW,
         gate.contiguous() if gate is not None else x_GMW, out,
         rows, width, eps, x_GMW.shape[1], *x_GMW.stride()[:2],
-        RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + VARIANTS.index(variant),
-        GATE=0 if gate is None else 1 + GATES.index(gate_kind),
+        RESIDUAL=residual is not None, VARIANT=0 if weight_W is None else 1 + NORM_VARIANTS.index(variant),
+        GATE=0 if gate is None else 1 + NORM_GATES.index(gate_kind),
         BLOCK_M=block_m, BLOCK_W=block_w, num_warps=4 if block_w <= 4096 else 8 if block_w <= 8192 else 16,
         enable_fp_fusion=False,  # as the rotary kernel, which norms heads by the same steps
     )  # fmt: skip

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-VARIANTS = ("model", "float", "one_plus")
-GATES = ("silu", "sigmoid")
-
 
 def naive_rms_norm(
     x: torch.Tensor,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moelora.backends.fused_ops import HeadNorms
+from moelora.backends.fused_ops import NORM_VARIANTS, HeadNorms
 from moelora.errors import ConfigError, choose_from
 from moelora_kernels.launch import power_of_two, require, require_device, require_dtype
-from moelora_kernels.ops.rms_norm import VARIANTS
 from moelora_kernels.ops.rotary.kernel import rotary_kernel
 from moelora_kernels.ops.rotary.naive import LAYOUTS, naive_rotary
 
@@ -47,8 +46,8 @@ def rotary(
         require_dtype("rotary", q_THD, cos_TP, sin_TP)
     if norms is not None:
         require(layout == "half", f"rotary: norms of heads with layout {layout!r}", "rms_norm")
-        if norms.variant not in VARIANTS:
-            raise ConfigError(choose_from("RMSNorm variant", norms.variant, VARIANTS))
+        if norms.variant not in NORM_VARIANTS:
+            raise ConfigError(choose_from("RMSNorm variant", norms.variant, NORM_VARIANTS))
         require_dtype("rotary", q_THD, norms.q_weight_D, norms.k_weight_D)
         require_device("rotary", q_THD, norms.q_weight_D, norms.k_weight_D)
         assert norms.q_weight_D.shape == norms.k_weight_D.shape == q_THD.shape[2:]
@@ -74,7 +73,7 @@ def rotary(
         *q_THD.stride()[:2], *k_THD.stride()[:2], *q_out.stride()[:2], *k_out.stride()[:2],
         *cos_TP.stride(), *sin_TP.stride(),
         LAYOUT=LAYOUTS.index(layout), WIDE=wide, REST=not inplace and 2 * pairs < size,
-        NORM=1 + VARIANTS.index(norms.variant) if norms else 0,
+        NORM=1 + NORM_VARIANTS.index(norms.variant) if norms else 0,
         BLOCK_H=max(1, 2048 // power_of_two(size)) if q_THD.is_cuda else 4, BLOCK_P=block_p,
         BLOCK_D=power_of_two(max(1, size - 2 * pairs)), BLOCK_W=power_of_two(size), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
