@@ -84,7 +84,7 @@ def make_buffers(T, E, K, H, width, dtype, slots=8, R=16):
 
 
 def poison(buffers):
-    for name in ("h", "pairs", "y_up", "y_down", "wide"):
+    for name in ("h", "pairs", "y", "wide"):
         getattr(buffers, name).fill_(float("nan"))
 
 

@@ -87,7 +87,7 @@ def make_buffers(T, K, E, L, H, base, R, dtype, phase=Phase.PREFILL, block_m=16)
 
 
 def poison(buffers):
-    for name in ("h", "pairs", "y_up", "y_down", "wide"):
+    for name in ("h", "pairs", "y", "wide"):
         getattr(buffers, name).fill_(float("nan"))
 
 

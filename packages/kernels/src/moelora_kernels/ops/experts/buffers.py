@@ -25,7 +25,7 @@ def padded_rank(rank: int) -> int:
 class MoeBuffers:
     """Scratch for the largest of `shapes` at `capacity`; layers use it one after the other.
 
-    y_up, y_down: A x, `[P, RP]`. wide: A x spread over the columns of a tile's first slots, `[P, 128]`. h: the
+    y: A x of either product, `[P, RP]`. wide: A x spread over the columns of a tile's first slots, `[P, 128]`. h: the
     activation's output `[P, I]`. pairs: each pair's output `[P, H]`. Flat, in the
     model's dtype. `block_m`: the smallest tile that will be asked for; None: the smallest that any configuration has.
     """
@@ -51,8 +51,8 @@ class MoeBuffers:
 
         self.h = flat(*(s.top_k * s.inter for s in shapes))
         self.pairs = flat(*(s.top_k * s.hidden for s in shapes))
-        self.y_up = flat(*(s.top_k * padded_rank(s.max_rank_up) if slots else 0 for s in shapes))
-        self.y_down = flat(*(s.top_k * padded_rank(s.max_rank_down) if slots else 0 for s in shapes))
+        ranks = ((s.top_k, max(s.max_rank_up, s.max_rank_down)) for s in shapes)
+        self.y = flat(*(top_k * padded_rank(rank) if slots else 0 for top_k, rank in ranks))
         self.wide = flat(*(s.top_k * WIDE_BLOCKS * WIDEST_BLOCK_K if slots else 0 for s in shapes))
         self.routes = RouteBuffers(
             max_tokens=tokens,
@@ -86,4 +86,4 @@ class MoeBuffers:
     @property
     def num_bytes(self) -> int:
         """Device bytes of the floating-point scratch."""
-        return sum(t.numel() * t.element_size() for t in (self.h, self.pairs, self.y_up, self.y_down, self.wide))
+        return sum(t.numel() * t.element_size() for t in (self.h, self.pairs, self.y, self.wide))

@@ -61,10 +61,9 @@ def shrink(
     b_token = b_pair // K
     b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
-    # Rows of the base, which come first, read what the tile's last row reads: a trip to memory is saved for each.
-    last = first + rows - 1
-    i_last = tl.load(p_sorted + last) // K if GATHER else last
-    b_x = tl.where(b_row_slot < 0, i_last, b_token if GATHER else b_row)
+    # Rows of the base and those behind the tile's end are not read: L2, which rows come out of, is what limits this.
+    m_x = m_m & (b_row_slot >= 0)
+    b_x = b_token if GATHER else b_row
     p_xt = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
     b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
     for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
@@ -85,10 +84,10 @@ def shrink(
             b_acc = tl.zeros([BM, BC], tl.float32)
             for o_depth in range(0, depth, BK):
                 if EVEN_K:
-                    b_xk = tl.load(p_xk)
+                    b_xk = tl.load(p_xk, mask=m_x[:, None], other=0.0)
                     b_ak = tl.load(p_at, mask=m_r[None, :], other=0.0)
                 else:
-                    b_xk = tl.load(p_xk, mask=o_k[None, :] < depth - o_depth, other=0.0)
+                    b_xk = tl.load(p_xk, mask=m_x[:, None] & (o_k[None, :] < depth - o_depth), other=0.0)
                     b_ak = tl.load(p_at, mask=m_r[None, :] & (o_k[:, None] < depth - o_depth), other=0.0)
                 b_acc = tl.dot(b_xk, b_ak.to(b_xk.dtype), b_acc, input_precision=PRECISION)
                 p_xk += BK
