@@ -2,21 +2,16 @@
 
 import json
 import os
-import pty
 import re
-import shlex
-import signal
 import subprocess
 import sys
-import time
-from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from typing import Any
 
 import pytest
 
 import fake_engine
-from cli.prefill_command import ENVIRONMENT, GOOD, SCRIPT, Command, run
+from cli.prefill_command import GOOD, Command
 from moelora_cli import progress
 from moelora_cli.main import main
 
@@ -94,44 +89,6 @@ def test_the_share_done_of_a_file_ascends_to_the_whole(command: Command, monkeyp
     assert shares == sorted(shares)
     assert len(set(shares)) > 30
     assert shares[-1] == 100
-
-
-def on_a_terminal(arguments: list[Any], environment: dict[str, str], *streams: str) -> str:
-    """What the command says on a terminal to which these of its streams go."""
-    ours, theirs = pty.openpty()
-    options = dict.fromkeys(streams, theirs)
-    with subprocess.Popen([*SCRIPT, *map(str, arguments)], env=environment, **options) as process:
-        os.close(theirs)
-        said = b""
-        with suppress(OSError):  # as Linux says that the other end is closed
-            while more := os.read(ours, 65_536):
-                said += more
-    os.close(ours)
-    assert process.returncode == 0
-    return said.decode()
-
-
-def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
-    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 620)))
-    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
-    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.005", "TERM": "xterm", "COLUMNS": "120"}
-    said = on_a_terminal(arguments, slow, "stderr")
-    frames = re.findall(r"(\d+) %, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said)
-    assert re.search(r"100 %: 600 lines, 600 tokens, \d+ tokens/s; finishing", said)
-    shares = [int(share) for share, _ in frames]
-    assert shares == sorted(shares)
-    assert len(set(shares)) > 3
-    assert shares[-1] <= 100
-
-
-def test_results_on_a_terminal_stand_alone_on_their_lines(command: Command):
-    command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 50)))
-    arguments = ["prefill", command.model, "--input", command.input, "--output", "-"]
-    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.05", "TERM": "xterm", "COLUMNS": "120"}
-    said = on_a_terminal(arguments, slow, "stdout", "stderr")
-    results = [json.loads(line) for line in said.splitlines() if "logprob_sum" in line]
-    assert [row["id"] for row in results] == list(range(1, 31))
-    assert "\x1b" not in said, "no live line"
 
 
 @pytest.mark.parametrize(
@@ -253,116 +210,6 @@ def test_rows_with_errors_give_code_3_and_the_rest_is_scored(command: Command):
     assert json.loads((command.folder / "r.json").read_text())["error_rows"] == 4
 
 
-# Refused before any work.
-
-REFUSED = [
-    (["--adapters", "A=../adapter", "--adapters", "A=../broken"], "'A' is given twice"),
-    (["--adapters", "*=/x"], "stands for all adapters"),
-    (["--adapters", "/none"], "no such file or folder"),
-    (["--adapters", "A=../broken"], "adapter 'A' in ../broken is broken"),
-    (["--adapters", "A=none"], "--adapters A=none: the folder of adapter 'A', none, does not exist"),
-    (["--adapters", "A=in.jsonl"], "adapter 'A' must be a folder, and in.jsonl is a file"),
-    (["--default-adapter", "A1", "--adapters", "A=../adapter"], "unknown default adapter 'A1'. Did you mean 'A'?"),
-    (["--default-adapter", "*"], "no adapters are given"),
-    (["--top-k", "-1"], "--top-k"),
-    (["--top-k", "2001"], "the vocabulary has only 2000 tokens"),
-    (["--max-tokens", "0"], "--max-tokens"),
-    (["--max-tokens", "4k"], "'4k' is not a valid integer."),
-    (["--max-length", "x"], "--max-length"),
-    (["--buckets", "64,16"], "positive and ascend"),
-    (["--buckets", "a"], "no list of token counts"),
-    (["--device", "tpu"], "valid: auto, cpu, cuda, cuda:N"),
-    (["--logprobs", "all"], "'sum', 'tokens'"),
-    (["--graph", "on"], "'auto', 'full', 'breakable', 'off'"),
-    (["--shard", "2/2"], "is not I/N with 0 ≤ I < N"),
-    (["--shard", "0/2", "--output", "-"], "a folder as --output"),
-    (["--shard", "auto"], "neither RANK and WORLD_SIZE"),
-    (["--devices", "gpu"], "valid are all, GPU numbers like 0,1, or cpu:N"),
-    (["--devices", "cpu:2", "--shard", "0/2", "--output", "d"], "cannot be combined"),
-    (["--devices", "0,99"], "CUDA devices"),
-    (["--report", "-"], "standard output is for results"),
-    (["--report", "in.jsonl"], "--input and --report are the same file"),
-    (["--metrics-file", "out.jsonl"], "--output and --metrics-file are the same file"),
-    (["--report", "in.jsonl/x"], "is not a directory"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(a) for a, _ in REFUSED])
-def test_bad_options_are_refused(command: Command, arguments: list[str], message: str):
-    done = command(*arguments)
-    assert done.code == 2
-    assert message in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    assert command.files() == {"in.jsonl"}
-    assert command.input.read_text() == GOOD
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="needs a file system in which root can make no folder")
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--output", "/proc/x/q.jsonl"], "--output /proc/x/q.jsonl"),
-        (["--output", "/proc/q.jsonl"], "--output /proc/q.jsonl"),
-        (["--output", "/proc/x", "--shard", "0/2"], "--output /proc/x"),
-        (["--report", "/proc/x/r.html"], "--report /proc/x/r.html"),
-    ],
-)
-def test_outputs_in_a_folder_that_takes_nothing_are_refused(command: Command, arguments: list[str], named: str):
-    done = command(*arguments)
-    assert done.code == 2
-    assert f"error: {named}: the folder /proc is not writable (" in done.stderr
-    assert command.files() == {"in.jsonl"}
-
-
-def test_bad_inputs_are_refused(command: Command):
-    (command.folder / "empty.jsonl").write_text("\n")
-    (command.folder / "x.parquet").write_text("PAR1")
-    (command.folder / "notes.md").write_text("# notes\n\nMany lines.\n")
-    for path, message in [
-        ("none.jsonl", "does not exist"),
-        (".", "is a directory"),
-        ("empty.jsonl", "is empty"),
-        ("x.parquet", "is no readable Parquet file"),
-        ("notes.md", "is not named .jsonl or .ndjson, and its first line is no row (not valid JSON"),
-    ]:
-        done = command(input_=path)
-        assert done.code == 2
-        assert message in done.stderr
-        assert not command.output.exists()
-
-
-def test_bad_models_are_refused(command: Command):
-    done = command(model="none/such")
-    assert done.code == 2
-    assert "'none/such' is neither a folder nor" in done.stderr
-
-
-def test_an_existing_output_needs_overwrite(command: Command):
-    command.output.write_text("precious")
-    done = command()
-    assert done.code == 2
-    assert "out.jsonl exists; give another name, or --overwrite" in done.stderr
-    assert command.output.read_text() == "precious"
-    assert command("--overwrite").code == 0
-    assert len(command.rows) == 2
-    assert "same file" in command("--overwrite", output="in.jsonl").stderr
-    assert command.input.read_text() == GOOD
-
-
-def test_missing_arguments_are_usage_errors(command: Command, capfd: pytest.CaptureFixture[str]):
-    for arguments, message in [
-        (["prefill"], "Missing argument 'MODEL'"),
-        (["prefill", "m", "--output", "x"], "Missing option '--input'"),
-        (["prefill", str(command.model), "--input", str(command.input)], "--output is missing"),
-        (["prefil"], "No such command"),
-        (["serve", "m"], "No such command"),
-    ]:
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        assert message in capfd.readouterr().err
-
-
 # Failures.
 
 
@@ -378,88 +225,3 @@ def test_an_unexpected_failure_gives_code_1_and_leaves_nothing(command: Command,
         main(["prefill", str(command.model), "--input", str(command.input), "--output", "new.jsonl", "--debug"])
     assert caught.value.code == 1
     assert "Traceback" in capfd.readouterr().err
-
-
-# As a process of its own.
-
-
-def test_a_reader_that_leaves_is_no_error(command: Command):
-    command.input.write_text('{"prompt_token_ids": [20, 21, 22]}\n' * 20_000)
-    arguments = ["prefill", command.model, "--input", command.input, "--output", "-", "--quiet"]
-    with subprocess.Popen(
-        [*SCRIPT, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert json.loads(process.stdout.readline())["id"] == 1
-        process.stdout.close()
-        said = process.stderr.read()
-    assert process.returncode == 1
-    assert said == "a library prints to stdout\n"
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full stands for a full disk")
-@pytest.mark.parametrize(
-    ("output", "more", "name"),
-    [("-", [], "standard output"), ("-", ["--dry-run"], "standard output"), ("/dev/full", [], "/dev/full")],
-)
-def test_a_full_disk_is_told_with_the_name_of_the_output(command: Command, output: str, more: list[str], name: str):
-    arguments = ["prefill", command.model, "--input", command.input, "--output", output, "--quiet", *more]
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [*SCRIPT, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=60
-        )
-    assert done.returncode == 1
-    assert f"error: {name}: No space left on device" in done.stderr.splitlines()
-    assert done.stderr.count("No space") == 1
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_no_file(command: Command, number: int, code: int):
-    """Rows come through a pipe that stays open, so the run is certain to be under way when it is stopped."""
-    arguments = ["prefill", command.model, "--input", "-", "--output", command.output, "--quiet"]
-    with subprocess.Popen(
-        [*SCRIPT, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        # A suite that runs in the background ignores SIGINT, and would hand that on.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
-        assert process.stdin is not None
-        assert process.stderr is not None
-        process.stdin.write('{"prompt_token_ids": [20, 21]}\n' * 10)
-        process.stdin.flush()
-        deadline = time.monotonic() + 30
-        while process.poll() is None and time.monotonic() < deadline:
-            if any(name.endswith(".tmp") for name in command.files()):
-                break
-            time.sleep(0.02)
-        process.send_signal(number)
-        said = process.stderr.read()
-        process.stdin.close()
-    assert process.returncode == code
-    assert "Traceback" not in said
-    assert command.files() == {"in.jsonl"}
-
-
-def test_another_locale_changes_nothing(command: Command):
-    command.input.write_bytes(b'\xef\xbb\xbf{"id": "\xc3\xbc", "prompt": "gr\xc3\xbcn"}\r\n{"prompt": "\xe9"}\r\n')
-    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "cp1252", "LC_ALL": "C", "PYTHONUTF8": "0"}
-    done = run("prefill", command.model, "--input", command.input, "--output", "-", env=environment)
-    assert done.returncode == 3
-    assert json.loads(done.stdout.splitlines()[0])["id"] == "ü"
-    assert "not UTF-8" in json.loads(done.stdout.splitlines()[1])["error"]
-
-
-@pytest.mark.parametrize(("redirect", "code"), [(">&-", 2), (">/dev/full", 1)])
-def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(command: Command, redirect: str, code: int):
-    arguments = [*SCRIPT, "prefill", str(command.model), "--input", str(command.input), "--output", "-", "--quiet"]
-    line = f"{shlex.join(arguments)} {redirect}"
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
-    assert done.returncode == code
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "AttributeError" not in done.stderr

@@ -8,56 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.job_runs import NO_TEXT, Lines, ids, run
 from core.tiny_tokenizers import byte_level
 from fake_engine import MAX_POSITIONS, VOCAB_SIZE, FakeEngine, logprob, path_logprobs
 from moelora.errors import ConfigError
 from moelora.jobs.dry import DryScorer
-from moelora.jobs.metrics import encode_metrics
-from moelora.jobs.report import build_report, encode_report, summary
 from moelora.jobs.rows import parse_rows
 from moelora.jobs.run import JobOptions, PrefillJob
-from moelora.jobs.stats import JobStats
 from moelora.jobs.text import TextEncoder
 from moelora.types import BASE_ADAPTER
-
-NO_TEXT = TextEncoder(None)
-
-
-class Lines:
-    """A sink that keeps lines."""
-
-    def __init__(self) -> None:
-        self.lines: list[bytes] = []
-
-    def write(self, line: bytes) -> None:
-        self.lines.append(line)
-
-    def __enter__(self) -> "Lines":
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        pass
-
-
-def run(
-    records: list[Any],
-    *,
-    names: tuple[str, ...] = (),
-    encoder: TextEncoder = NO_TEXT,
-    window: int = 3,
-    dry: bool = False,
-    **options: Any,
-) -> tuple[list[dict[str, Any]], JobStats]:
-    engine = FakeEngine(adapters=dict.fromkeys(names, "x"), window=window)
-    job = PrefillJob(engine, encoder, JobOptions(**options))
-    sink = Lines()
-    rows = parse_rows((i, json.dumps(r).encode()) for i, r in enumerate(records, 1))
-    stats = job.dry_run(rows, sink) if dry else job.run(rows, sink)
-    return [json.loads(line) for line in sink.lines], stats
-
-
-def ids(*tokens: int, **fields: Any) -> dict[str, Any]:
-    return {"prompt_token_ids": list(tokens), **fields}
 
 
 def adapters_of(out: list[dict[str, Any]]) -> list[str | None]:
@@ -346,60 +305,3 @@ def test_progress_is_told_once_a_batch_when_all_of_it_counts():
     job = PrefillJob(FakeEngine(window=5), NO_TEXT, on_progress=lambda stats, earlier: seen.append(stats.output_rows))
     job.run(parse_rows((i, json.dumps(ids(i)).encode()) for i in range(20, 32)), Lines())
     assert seen == [5, 10, 12, 12]
-
-
-# Report and metrics.
-
-
-def test_the_summary_tells_where_another_kernel_of_attention_runs():
-    _, stats = run([ids(1, 2)])
-    chosen = [
-        {"attention": "a", "fa4_from_request_tokens": 1024, "fa4_from_bucket": None},
-        {"attention": "b", "fa4_from_request_tokens": 512, "fa4_from_bucket": 2048},
-        {"attention": "c", "fa4_from_request_tokens": None, "fa4_from_bucket": None},
-    ]
-    report = build_report(stats, seconds=2.0, load_seconds=1.0, engine={"attention": chosen}, run={})
-    assert [text for label, text in summary(report) if label == "attention"] == [
-        "FlashAttention 4 in requests of 1,024 tokens and more (a)",
-        "FlashAttention 4 in requests of 512 tokens and more and graphs of 2,048 tokens and more (b)",
-    ]
-
-
-def test_report_summary_and_metrics_agree():
-    _, stats = run([ids(1, 2), ids(1, 2, 3, 4, 5), {"prompt": 1}], max_length=4, on_long="truncate-left")
-    engine = FakeEngine().report()
-    report = build_report(stats, seconds=2.0, load_seconds=1.0, engine=engine, run={"model": "m"})
-    loaded = json.loads(encode_report(report))
-    assert loaded["tokens"] == 6
-    assert loaded["tokens_per_second"] == 3.0
-    assert (loaded["rows"], loaded["output_rows"], loaded["error_rows"]) == (3, 3, 1)
-    assert loaded["engine"] == engine
-    assert loaded["versions"]["torch"]
-    said = dict(summary(report))
-    assert said["rows"] == "3 in, 3 lines out, 1 of them an error"
-    assert said["batches"] == "2 full at 64, 3 eager: graphs are switched off (--graph off)"
-    assert "1 token of 1 row" in said["cut"]
-    text = encode_metrics(report).decode()
-    for line in (
-        "moelora_tokens_total 6.0",
-        "moelora_input_rows_total 3.0",
-        "moelora_error_rows_total 1.0",
-        'moelora_cuda_graph_passes_total{bucket="64",mode="full",phase="prefill"} 2.0',
-        'moelora_eager_passes_total{phase="prefill",reason="graph_off"} 3.0',
-    ):
-        assert f"{line}\n" in text
-    assert "_created" not in text
-    assert "python_info" not in text
-
-
-def test_a_report_survives_what_json_cannot_hold():
-    report = build_report(JobStats(), seconds=0.0, load_seconds=0.0, engine={"share": float("nan")}, run={"p": {1}})
-    assert json.loads(encode_report(report))["engine"]["share"] is None
-
-
-@pytest.mark.parametrize(("scored", "said"), [(90, "90 of them (45 tokens/s)"), (200, "2.0 s scoring (100 tokens/s)")])
-def test_the_summary_says_which_tokens_its_rate_counts(scored, said):
-    """A run that goes on counts the tokens of earlier ones, and scores the others alone."""
-    timeline = {"began": None, "points": [[1.0, 10], [2.0, scored]]}
-    report = build_report(JobStats(tokens=200), seconds=2.0, load_seconds=1.0, engine={}, run={}, timeline=timeline)
-    assert said in dict(summary(report))["time"]
