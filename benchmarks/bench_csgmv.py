@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from dense_timing import floor_ms, report, require
 
+from moelora.batching.packing import pack_ids
 from moelora.capacity import csgmv_chunk_rows
 from moelora_kernels.metadata import RowBuffers, RowSizes, plan_sorted
 from moelora_kernels.ops.csgmv import naive_chunks, order_rows
@@ -36,8 +37,10 @@ def main() -> None:
         sizes = RowSizes(tokens=tokens, tiles=tokens, tile_rows=rows, permuted=True, entries=tokens)
         buffers = RowBuffers(sizes, sizes.allocate(torch.device("cuda")))
 
-        def packed(buffers=buffers, lengths=lengths, slots=slots, rows=rows) -> None:
-            buffers.refresh(plan_sorted(lengths, slots, rows), lengths, slots)
+        batch = pack_ids([[0] * length for length in lengths], slots, torch.device("cuda"))
+
+        def packed(buffers=buffers, batch=batch, rows=rows) -> None:
+            buffers.refresh(plan_sorted(batch, rows), batch)
 
         slot_N = torch.tensor(flat, dtype=torch.int32, device="cuda")
         chunks, perm_N = make_tile_list(tokens, slot_N.device), torch.empty_like(slot_N)

@@ -6,21 +6,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.dense_common import DEVICES, run_tiles, sorted_tiles
+from moelora.batching.packing import pack_ids
 from moelora_kernels.metadata import RowBuffers, RowSizes, plan_runs, plan_sorted
 from moelora_kernels.ops.routes import RouteBuffers, order_tokens
 
 DEVICE = torch.device(DEVICES[0])
-REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 2)), max_size=8)
+REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 2)), min_size=1, max_size=8)
+
+
+def packed(requests):
+    """The batch of some requests, each a length and a slot; and the slots of its rows."""
+    lengths, slots = [n for n, _ in requests], [s for _, s in requests]
+    batch = pack_ids([[0] * length for length in lengths], slots, DEVICE)
+    return batch, [slot for length, slot in requests for _ in range(length)]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(requests=REQUESTS, tile_rows=st.sampled_from([16, 32]))
 def test_plans_equal_what_the_device_cuts(requests, tile_rows):
-    lengths, slots = [n for n, _ in requests], [s for _, s in requests]
-    flat = [slot for length, slot in requests for _ in range(length)]
+    batch, flat = packed(requests)
     for plan, rows in (
-        (plan_runs(lengths, slots, tile_rows), run_tiles(flat, tile_rows, str(DEVICE))),
-        (plan_sorted(lengths, slots, tile_rows), sorted_tiles(flat, str(DEVICE), tile_rows)),
+        (plan_runs(batch, tile_rows), run_tiles(flat, tile_rows, str(DEVICE))),
+        (plan_sorted(batch, tile_rows), sorted_tiles(flat, str(DEVICE), tile_rows)),
     ):
         count = int(rows.tiles.count_1)
         assert list(plan.start_C) == rows.tiles.start_C[:count].tolist()
@@ -37,15 +44,13 @@ def sizes_of(tokens=400, entries=30, permuted=False):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(requests=REQUESTS, padding=st.integers(0, 40))
 def test_the_order_by_slot_equals_what_the_device_makes(requests, padding):
-    lengths, slots = [n for n, _ in requests], [s for _, s in requests]
-    bucket = sum(lengths) + padding
-    sizes = sizes_of(tokens=bucket)
+    batch, flat = packed(requests)
+    sizes = sizes_of(tokens=len(flat) + padding)
     buffers = RowBuffers(sizes, sizes.allocate(DEVICE))
-    buffers.refresh(plan_runs(lengths, slots, 16), lengths, slots)
-    if bucket:
-        routes = RouteBuffers(max_tokens=400, top_k=2, num_experts=4, num_slots=3, block_m=16, device=DEVICE)
-        made = order_tokens(buffers.token_slot_T, buffers=routes, num_live=buffers.num_live_1)
-        assert buffers.order_T.tolist() == made.tolist()
+    buffers.refresh(plan_runs(batch, 16), batch)
+    routes = RouteBuffers(max_tokens=400, top_k=2, num_experts=4, num_slots=3, block_m=16, device=DEVICE)
+    made = order_tokens(buffers.token_slot_T, buffers=routes, num_live=buffers.num_live_1)
+    assert buffers.order_T.tolist() == made.tolist()
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -59,17 +64,19 @@ def test_a_refresh_leaves_nothing_of_the_batch_before(batches, permuted, entries
     memory = sizes_of(permuted=True).allocate(DEVICE).fill_(12345)
     plan = plan_sorted if permuted else plan_runs
     for requests, padding in batches:
-        lengths, slots = [n for n, _ in requests], [s for _, s in requests]
-        live = sum(lengths)
+        batch, flat = packed(requests)
+        live, tail = len(flat), list(range(len(flat), len(flat) + padding))
         sizes = sizes_of(tokens=live + padding, entries=entries, permuted=permuted)
         for buffers in (shared := RowBuffers(sizes, memory), fresh := RowBuffers(sizes, sizes.allocate(DEVICE))):
-            buffers.refresh(plan(lengths, slots, 16), lengths, slots)
+            buffers.refresh(plan(batch, 16), batch)
         assert torch.equal(shared._flat, fresh._flat)
         assert int(shared.num_live_1) == live
-        assert shared.token_slot_T.tolist() == [s for n, s in requests for _ in range(n)] + [-1] * padding
-        assert sorted(shared.order_T.tolist()) == list(range(live + padding))
+        assert shared.token_slot_T.tolist() == flat + [-1] * padding
+        assert shared.order_T.tolist() == sorted(range(live), key=lambda row: flat[row]) + tail
         if permuted:
-            assert sorted(shared.tiles.perm_T.tolist()) == list(range(live + padding))
+            assert (
+                shared.tiles.perm_T.tolist() == sorted(range(live), key=lambda row: (flat[row] < 0, flat[row])) + tail
+            )
         assert (shared.blocks is None) == (entries is None)
 
 

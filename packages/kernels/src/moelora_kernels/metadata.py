@@ -15,7 +15,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from moelora.types import BASE_SLOT
+from moelora.types import BASE_SLOT, PackedBatch
 from moelora_kernels.ops.dense_lora import RowTiles, TileList
 from moelora_kernels.ops.lora_gemm import LIST_ROWS, SlotBlocks, plan_blocks
 
@@ -25,16 +25,45 @@ _ALIGN = 4
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Tiles, and for sorted rows the permutation, of one batch; integers on the host. See `TileList`, `RowTiles`."""
+    """Tiles of one batch, and its rows in the order of slots; integers on the host. See `TileList`, `RowTiles`.
+
+    order_T: rows by slot, base first. perm_T: for tiles that count sorted rows, the same with the base last.
+    """
 
     start_C: Sequence[int]
     rows_C: Sequence[int]
     slot_C: Sequence[int]
+    order_T: np.ndarray
     perm_T: np.ndarray | None = None
 
 
-def plan_runs(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> RowPlan:
+def plan_runs(batch: PackedBatch, tile_rows: int) -> RowPlan:
     """Cuts runs of neighbouring requests of one slot into tiles. Base rows are in no tile."""
+    return RowPlan(*_cut_runs(batch.lengths, batch.slots, tile_rows), order_by_slot(batch.host.slot_T))
+
+
+def plan_sorted(batch: PackedBatch, tile_rows: int) -> RowPlan:
+    """Orders rows by slot, stably and base rows last, and cuts them into chunks."""
+    slot_S = np.asarray(batch.slots, dtype=np.int32)
+    length_S = np.asarray(batch.lengths, dtype=np.int64)
+    order_S = _base_last(order_by_slot(slot_S), slot_S)
+    order_T = order_by_slot(batch.host.slot_T)
+    tiles = _cut_runs(length_S[order_S].tolist(), slot_S[order_S].tolist(), tile_rows)
+    return RowPlan(*tiles, order_T, _base_last(order_T, batch.host.slot_T))
+
+
+def order_by_slot(slot_N: np.ndarray) -> np.ndarray:
+    """Indices of int32 slots in order, stably, the base first: what `ops.routes.order_tokens` makes on the device."""
+    return np.argsort(slot_N, kind="stable")
+
+
+def _base_last(order_N: np.ndarray, slot_N: np.ndarray) -> np.ndarray:
+    """The order by slot with the base behind all slots."""
+    return np.roll(order_N, -np.count_nonzero(slot_N == BASE_SLOT))
+
+
+def _cut_runs(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> tuple[list[int], list[int], list[int]]:
+    """First row, rows and slot of each tile."""
     start_C: list[int] = []
     rows_C: list[int] = []
     slot_C: list[int] = []
@@ -47,26 +76,7 @@ def plan_runs(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> R
             start_C += range(begin, end, tile_rows)
             rows_C += rows
             slot_C += [slot] * len(rows)
-    return RowPlan(start_C, rows_C, slot_C)
-
-
-def plan_sorted(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> RowPlan:
-    """Orders rows by slot, stably and base rows last, and cuts them into chunks."""
-    slot_S = np.asarray(slots, dtype=np.int32)
-    length_S = np.asarray(lengths, dtype=np.int64)
-    order_S = order_by_slot(slot_S, base_last=True)
-    plan = plan_runs(length_S[order_S].tolist(), slot_S[order_S].tolist(), tile_rows)
-    perm_T = order_by_slot(np.repeat(slot_S, length_S), base_last=True)
-    return RowPlan(plan.start_C, plan.rows_C, plan.slot_C, perm_T)
-
-
-def order_by_slot(slot_N: np.ndarray, *, base_last: bool = False) -> np.ndarray:
-    """Indices of int32 slots in order, stably, the base first: what `ops.routes.order_tokens` makes on the device.
-
-    base_last: the base comes behind all slots instead.
-    """
-    keys = slot_N.view(np.uint32) if base_last else slot_N  # without a sign, -1 is the largest number
-    return np.argsort(keys, kind="stable")
+    return start_C, rows_C, slot_C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +131,11 @@ class RowBuffers:
         self.tiles = RowTiles(TileList(count, start, rows, slot), sizes.tile_rows, perm if sizes.permuted else None)
         self.blocks = None if sizes.entries is None else SlotBlocks(token_slot, block_first, block_slot)
 
-    def refresh(self, plan: RowPlan, lengths: Sequence[int], slots: Sequence[int]) -> None:
-        """Rewrites the whole layout in place; nothing of an earlier batch survives. Does not wait for the device."""
+    def refresh(self, plan: RowPlan, batch: PackedBatch) -> None:
+        """Rewrites the whole layout in place; nothing of an earlier batch survives. Does not wait for the device.
+
+        plan: of the same batch.
+        """
         tiles, room = len(plan.slot_C), self.tiles.tiles.capacity
         assert tiles <= room, f"{tiles} tiles do not fit into {room}"
         host = torch.zeros(self._flat.shape, dtype=torch.int32, pin_memory=self._flat.is_cuda)
@@ -130,17 +143,16 @@ class RowBuffers:
         count, num_live, start, rows, slot, token_slot, order, perm, block_first, block_slot = (
             flat[span] for span in self._spans
         )
-        slot_T = np.repeat(np.asarray(slots, dtype=np.int32), lengths)
-        live = slot_T.size
+        live = batch.num_tokens
         count[:], num_live[:] = tiles, live
         start[:tiles], rows[:tiles] = plan.start_C, plan.rows_C
         slot[:tiles], slot[tiles:] = plan.slot_C, BASE_SLOT
-        token_slot[:live], token_slot[live:] = slot_T, BASE_SLOT
-        order[:live], order[live:] = order_by_slot(slot_T), np.arange(live, order.size)
+        token_slot[:live], token_slot[live:] = batch.host.slot_T, BASE_SLOT
+        order[:live], order[live:] = plan.order_T, np.arange(live, order.size)
         if plan.perm_T is not None:
             perm[:live], perm[live:] = plan.perm_T, np.arange(live, perm.size)
         if self.blocks is not None:
-            first, entries = plan_blocks(lengths, slots, block_first.size - 1)
+            first, entries = plan_blocks(batch.lengths, batch.slots, block_first.size - 1)
             assert entries.size <= block_slot.size, f"{entries.size} entries do not fit into {block_slot.size}"
             block_first[:], block_slot[: entries.size] = first, entries
         # The allocator keeps the pinned memory back until the stream has passed this copy.

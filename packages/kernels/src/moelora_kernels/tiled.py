@@ -114,8 +114,8 @@ class TiledBackend(Backend):
         if bucket not in own.buckets:
             own.buckets[bucket] = self._lay_out(own, phase, bucket)
         buffers, handle = own.buckets[bucket]
-        plan = self._plan(batch.lengths, batch.slots, handle.rows.tile_rows)
-        buffers.refresh(plan, batch.lengths, batch.slots)
+        plan = self._plan(batch, handle.rows.tile_rows)
+        buffers.refresh(plan, batch)
         return LoraMetadata(phase=phase, token_slot_T=buffers.token_slot_T, has_lora=has_lora, private=handle)
 
     def _lay_out(self, own: PhaseBuffers, phase: Phase, bucket: int) -> tuple[RowBuffers, Handle]:
@@ -310,10 +310,10 @@ class TiledBackend(Backend):
 
     def _eager_handle(self, batch: PackedBatch, phase: Phase) -> Handle:
         tokens = batch.num_tokens
-        plan = self._plan(batch.lengths, batch.slots, self._tile_rows(tokens))
+        plan = self._plan(batch, self._tile_rows(tokens))
         sizes = self._sizes(tokens, len(plan.slot_C), batch.num_sequences, max(batch.slots) + 1)
         buffers = RowBuffers(sizes, sizes.allocate(batch.device))
-        buffers.refresh(plan, batch.lengths, batch.slots)
+        buffers.refresh(plan, batch)
         return Handle(phase=phase, rows=buffers.tiles, blocks=buffers.blocks, order_T=buffers.order_T)
 
     def _handle(self, meta: LoraMetadata) -> Handle:
@@ -362,8 +362,8 @@ class TiledBackend(Backend):
 
     @staticmethod
     @abstractmethod
-    def _plan(lengths: Sequence[int], slots: Sequence[int], tile_rows: int) -> RowPlan:
-        """The tiles of packed requests, planned on the host."""
+    def _plan(batch: PackedBatch, tile_rows: int) -> RowPlan:
+        """The tiles of a packed batch, planned on the host."""
 
     @abstractmethod
     def _cut(self, slot_N: torch.Tensor) -> RowTiles:
