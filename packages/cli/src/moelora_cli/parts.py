@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,21 @@ _WITHOUT_EFFECT = frozenset(
 _RESOLVED = ("backend", "dtype", "slots", "max_tokens", "max_requests")
 
 
-def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[PartStore, dict[str, str], dict[str, str]]:
-    """The parts of this run, held from now on, and what it is of.
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run, and what it is of.
 
-    The latter are its fingerprint, as far as it is known without an engine, and the stamps of the files behind it.
+    fingerprint: as far as it is known without an engine. stamps: of the files behind it.
+    """
+
+    store: PartStore
+    fingerprint: dict[str, str]
+    stamps: dict[str, str]
+
+
+def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> RunParts:
+    """The parts of this run, whose store is held from now on.
+
     Raises `ConfigError` if the parts that lie there are not of this run, or if another process holds them.
     """
     from moelora.jobs.parts import PartStore
@@ -47,7 +59,7 @@ def open_parts(options: dict[str, Any], adapters: dict[str, Path]) -> tuple[Part
         undo.enter_context(store)
         store.check(fingerprint)
         undo.pop_all()
-    return store, fingerprint, stamps
+    return RunParts(store, fingerprint, stamps)
 
 
 def worker_facts(options: dict[str, Any]) -> dict[str, Any] | None:

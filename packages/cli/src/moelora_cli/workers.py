@@ -25,6 +25,7 @@ from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
 from moelora_cli.parts import going_on, open_parts, parts_folder, what_is_kept, write_output
 from moelora_cli.progress import Progress, read_workers
+from moelora_cli.reports import asked_for, tell, write_reports
 
 if TYPE_CHECKING:
     from moelora.jobs.stats import JobStats
@@ -69,15 +70,16 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     from moelora.jobs.parts import clear_parts, stats_of
     from moelora.jobs.report import build_report
     from moelora.jobs.timeline import joined
-    from moelora_cli.prefill import asked_for, tell, write_reports
 
     names = device_names(options["devices"])
     output = Path(options["output"])
     folder = parts_folder(output)
     began = time.monotonic()
-    store, fingerprint, stamps = open_parts(options, adapters)
+    parts = open_parts(options, adapters)
+    store = parts.store
     with store, tempfile.TemporaryDirectory(prefix="moelora-") as private:
-        facts = {"fingerprint": fingerprint, "stamps": stamps, "workers": len(names), "parent": os.getpid()}
+        facts: dict[str, Any] = {"fingerprint": parts.fingerprint, "stamps": parts.stamps}
+        facts |= {"workers": len(names), "parent": os.getpid()}
         (Path(private) / "facts.json").write_text(json.dumps(facts))
         if options["overwrite"]:
             clear_parts(folder)
