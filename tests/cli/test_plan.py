@@ -8,6 +8,7 @@ import pytest
 
 from moelora import memory
 from moelora.jobs import windows
+from moelora.scoring import head
 from moelora_cli import progress
 from moelora_cli.command import size
 from moelora_cli.main import main
@@ -73,7 +74,7 @@ def test_sequences_longer_than_a_batch_are_told(capfd: pytest.CaptureFixture[str
     assert "at most 40 tokens and 40 requests each; 2 longer sequences, of up to 97 tokens, alone" in stdout
     assert f" {(30 * 3 + 41 + 97) / (40 * 3 + 41 + 97):.0%} full" in stdout
     activations = json.loads(moelora(capfd, "plan", rows, "--max-tokens", 97, "--json")[1])["engine"]["memory"]
-    assert f"activations of 40 tokens; {size(activations['activations'])} while the longest sequence runs" in stdout
+    assert f"{size(activations['activations'])}  activations of the longest sequence, 97 tokens" in stdout
     capfd.readouterr()
     arguments = ["--input", str(rows), "--output", str(rows.with_name("out.jsonl")), "--max-tokens", "40"]
     with pytest.raises(SystemExit):
@@ -91,6 +92,24 @@ def test_a_device_that_is_too_small(capfd: pytest.CaptureFixture[str], rows: Pat
     assert code == 2
     assert "does not fit" in stdout
     assert "(1.0 MiB of 1.0 GiB are free)" in stdout
+
+
+def test_a_longer_sequence_that_does_not_fit(
+    capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows.write_text("".join(json.dumps({"prompt_token_ids": [7] * n}) + "\n" for n in (30, 450, 20)))
+    monkeypatch.setattr(head, "_CPU_CHUNK_BYTES", 1)  # else a chunk of logits is more than this model's activations
+    engine = json.loads(moelora(capfd, "plan", rows, "--max-tokens", 40, "--json")[1])["engine"]
+    assert (engine["longer_sequences"], engine["largest_batch"]) == (5, 450)
+    needed = engine["memory"]["needed"]
+    for free, code in ((needed, 0), (needed - 1, 2)):
+        monkeypatch.setattr(memory, "free_device_memory", lambda device, free=free: (free, 1 << 40))
+        found, stdout, _ = moelora(capfd, "plan", rows, "--max-tokens", 40)
+        assert found == code
+        assert ("cpu: fits, 0 bytes left" in stdout) == (code == 0)
+        assert ("cpu: does not fit, 1 bytes too much" in stdout) == (code == 2)
+        assert ("is an error of its row; --max-length bounds sequences" in stdout) == (code == 2)
+        assert moelora(capfd, "plan", rows, "--max-tokens", 40, "--max-length", 40)[0] == 3, "that row is refused"
 
 
 def test_planning_has_no_speed(capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch):

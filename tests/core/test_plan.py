@@ -7,6 +7,7 @@ import torch
 
 import moelora.engine
 import moelora.jobs.plan
+import moelora.memory
 from moelora import AdapterError, ConfigError, EngineOptions, PrefillEngine, Request
 from moelora.capacity import EagerReason
 from moelora.jobs.plan import PlanningEngine
@@ -89,6 +90,12 @@ def test_the_plan_says_what_the_report_says(world, options, monkeypatch):
     (planned_stats, planned), (real_stats, real) = both(world, **options)
     assert planned_stats == real_stats
     assert real_stats["error_rows"] > 0
+    if planned["longer_sequences"]:
+        lasting = {"base", "bank", "static", "graphs", "score_chunk_rows", "adapters_host", "scoring_chunk"}
+        planned_memory, real_memory = planned.pop("memory"), real.pop("memory")
+        assert {key: planned_memory[key] for key in lasting} == {key: real_memory[key] for key in lasting}
+        per_token = real_memory["activations"] // real["max_tokens"]
+        assert planned_memory["activations"] == per_token * real["largest_batch"]
     shared = set(planned) & set(real)
     assert {
         "passes",
@@ -123,6 +130,28 @@ def test_memory_is_what_the_engine_allocates(world, model, names, dtype):
     assert planned.scoring_chunk == rows * VOCAB * (4 + engine._base.dtype.itemsize)
     assert planned.adapters_host == sum(a.nbytes for a in engine._adapters.values())
     assert (planned.free, planned.fits) == (None, None)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_what_fits_has_room_for_the_longest_sequence(world, monkeypatch, backend):
+    """As much as a run with batches of its length needs, but for buffers, which are those of `max_tokens`."""
+
+    def planned(free, max_tokens):
+        monkeypatch.setattr(moelora.memory, "free_device_memory", lambda device: (free, 1 << 40))
+        options = EngineOptions(device="cpu", backend=backend, max_tokens=max_tokens, score_chunk_rows=1)
+        engine = PlanningEngine(world / "model", adapters={}, options=options)
+        lengths = [40, 7, 64, 250, 3, 65]
+        requests = [Request(token_ids=[1] * n) for n in lengths] + [Request(token_ids=[1] * 257)]
+        results = dict(engine.score_stream(requests))
+        assert [results[i].error is None for i in range(len(requests))] == [True] * len(lengths) + [False]
+        return engine.memory
+
+    short, long = planned(1 << 30, 64), planned(1 << 30, 250)
+    parts = ("base", "bank", "activations", "scoring_chunk")
+    assert [getattr(short, part) for part in parts] == [getattr(long, part) for part in parts]
+    assert short.static < long.static
+    assert planned(short.needed, 64).fits is True
+    assert planned(short.needed - 1, 64).fits is False
 
 
 def test_a_plan_loads_no_weights(world, monkeypatch):

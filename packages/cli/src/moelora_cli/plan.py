@@ -92,11 +92,11 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
                     engine.begin_window(number)
                     job.run(window, Discard())
                     planned += 1
-    stats = job.stats
+    stats, report = job.stats, engine.report()
     facts: dict[str, Any] = {
         "windows": {"planned": planned, "total": total},
         "shard": None if shard is None else f"{shard[0]}/{shard[1]}",
-        "devices": _device_facts(devices, engine.report()["memory"]),
+        "devices": _device_facts(devices, report["memory"]),
         "rows": stats.rows,
         "output_rows": stats.output_rows,
         "error_rows": stats.error_rows,
@@ -105,7 +105,7 @@ def _plan(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         "tokens": stats.tokens,
         "truncated_rows": stats.truncated_rows,
         "truncated_tokens": stats.truncated_tokens,
-        "engine": engine.report(),
+        "engine": report,
     }
     text = json.dumps(facts, indent=2, ensure_ascii=False) if options["as_json"] else "\n".join(_lines(facts))
     stdout.write(text.encode() + b"\n")
@@ -192,10 +192,8 @@ def _memory_lines(engine: dict[str, Any], devices: list[dict[str, Any]]) -> list
     from moelora.jobs.report import MEMORY_PARTS
 
     memory, parts = engine["memory"], dict(MEMORY_PARTS)
-    if engine["longer_sequences"]:  # for which nothing is kept free
-        longest = memory["activations"] * engine["largest_batch"] // engine["max_tokens"]
-        parts["activations"] = f"activations of {counted(engine['max_tokens'], 'token')}; "
-        parts["activations"] += f"{size(longest)} while the longest sequence runs"
+    if engine["longer_sequences"]:
+        parts["activations"] = f"activations of the longest sequence, {counted(engine['largest_batch'], 'token')}"
     lines = [f"{size(memory[key]):>10}  {text}" for key, text in parts.items()]
     lines.append(f"{size(memory['needed']):>10}  together; the last two take turns")
     lines.append(f"not counted: {', '.join(memory['not_counted'])}")
@@ -204,6 +202,10 @@ def _memory_lines(engine: dict[str, Any], devices: list[dict[str, Any]]) -> list
             left = one["free"] - memory["needed"]
             said = f"fits, {size(left)} left" if one["fits"] else f"does not fit, {size(-left)} too much"
             lines.append(f"{one['device']}: {said} ({size(one['free'])} of {size(one['total'])} are free)")
+            if engine["longer_sequences"] and not one["fits"]:
+                lines.append(
+                    "a longer sequence that does not fit is an error of its row; --max-length bounds sequences"
+                )
         elif (host := free_host_memory()) is not None and host < memory["needed"]:
             lines.append(f"{one['device']}: more than this machine has free, {size(host)}")
     return lines

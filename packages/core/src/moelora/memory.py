@@ -41,9 +41,9 @@ class MemoryPlan:
     """Bytes on the device. base: weights and buffers. bank: all slots, and whole modules that adapters replace.
 
     static: metadata and expert scratch of the backend. graphs: what captured graphs keep. activations: hidden states
-    while a batch runs eagerly. scoring_chunk: logits, or what stands for them, held at once; behind the activations,
-    not beside them. score_chunk_rows: rows of logits in it, from what the other parts leave free. adapters_host:
-    factors of all adapters, on the host. free, total: of a CUDA device as it is now; None elsewhere.
+    while the largest batch runs eagerly. scoring_chunk: logits, or what stands for them, held at once; behind the
+    activations, not beside them. score_chunk_rows: rows of logits in it, from what the other parts leave free.
+    adapters_host: factors of all adapters, on the host. free, total: of a CUDA device as it is now; None elsewhere.
     """
 
     base: int
@@ -171,8 +171,13 @@ def plan_memory(
     backend: Backend,
     free: int | None,
     total: int | None,
+    longest: int = 0,
 ) -> MemoryPlan:
-    """Sizes what `PrefillEngine` would allocate. backend: one that has no buffers yet; it must not be used later."""
+    """Sizes what `PrefillEngine` would allocate. backend: one that has no buffers yet; it must not be used later.
+
+    longest: tokens of the longest sequence, where it is known: beyond `max_tokens` it is the largest batch, though
+    graphs and static buffers are those of `capacity`.
+    """
     adapters, dtype, config = sizing.adapters, sizing.dtype, sizing.config
     layout = BankLayout.of(adapters)
     replaced = sorted((sum(t.nbytes for t in a.replacements.values()) for a in adapters), reverse=True)
@@ -182,6 +187,7 @@ def plan_memory(
         backend.init_graph_metadata(Phase.PREFILL, capacity, sizing.device)
         if shapes:
             backend.init_moe_buffers(Phase.PREFILL, capacity, sizing.device, dtype, shapes)
+    largest = max(capacity.max_tokens, longest)
     base = _weights(sizing.skeleton, sizing.catalogue, dtype)
     per_token = activation_width(config, fused=backend.fused_ops is not None) * dtype.itemsize
     graphs = 0
@@ -204,12 +210,12 @@ def plan_memory(
         bank=bank,
         static=made.nbytes,
         graphs=graphs,
-        activations=capacity.max_tokens * per_token,
+        activations=largest * per_token,
         scoring_chunk=_scoring_bytes(
             config,
             dtype,
             head_dtype,
-            rows=capacity.max_tokens,
+            rows=largest,
             chunk=chunk,
             fused=backend.fused_ops is not None and "lm_head" not in layout.replaced,
         ),

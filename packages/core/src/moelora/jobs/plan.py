@@ -18,7 +18,7 @@ from moelora.checks import check_request, count_tokens, vocab_size_of
 from moelora.counts import Counts
 from moelora.environment import resolve_device
 from moelora.graphs.select import first_mode
-from moelora.memory import Sizing, choose_capacity
+from moelora.memory import MemoryPlan, Sizing, choose_capacity, plan_memory
 from moelora.models.base_model import open_base, resolve_dtype
 from moelora.models.catalogue import build_catalogue
 from moelora.options import (
@@ -66,7 +66,7 @@ class PlanningEngine:
             on_event(f"checking adapter {name} in {path}")
             self._adapters[name] = loader.outline(path, name=name)
         self._layout = BankLayout.of(self._adapters.values())
-        sizing = Sizing(
+        self._sizing = Sizing(
             skeleton=skeleton,
             catalogue=self._catalogue,
             architecture=self._source.architecture,
@@ -74,7 +74,7 @@ class PlanningEngine:
             device=self._device,
             dtype=self._dtype,
         )
-        self._capacity, self.memory = choose_capacity(options, sizing, on_event)
+        self._capacity, self._memory = choose_capacity(options, self._sizing, on_event)
         self._buckets = tuple(sorted(set(derive_buckets(options, self._capacity))))
         self._mode, self._blocked = self._graphs()
         self._schedules = [SlotSchedule(self._capacity.bank_slots) for _ in range(workers)]
@@ -103,6 +103,22 @@ class PlanningEngine:
         """Adapters that lie on the device at once."""
         return self._capacity.bank_slots
 
+    @property
+    def memory(self) -> MemoryPlan:
+        """What the batches so far need, and at least those that `max_tokens` allows: a longer sequence needs more."""
+        longest = self._counts.largest_batch
+        if longest <= self._capacity.max_tokens:
+            return self._memory
+        return plan_memory(
+            self._sizing,
+            self._options,
+            self._capacity,
+            backend=choose_backend(self._options, self._device),
+            free=self._memory.free,
+            total=self._memory.total,
+            longest=longest,
+        )
+
     def begin_window(self, number: int) -> None:
         """What is scored from now on belongs to that window. Workers are taken to claim windows in turns."""
         self._schedule = self._schedules[number % len(self._schedules)]
@@ -130,8 +146,9 @@ class PlanningEngine:
     def report(self) -> dict[str, Any]:
         """Counts so far, and what would run where. All values are JSON types.
 
-        longer_sequences: those over the budget of tokens, each a batch of its own. fill_share: tokens over what the
-        batches have room for, in [0, 1]; a longer sequence fills its own.
+        longer_sequences: those over the budget of tokens, each a batch of its own. memory: counts the longest of them,
+        which an engine cannot know of. fill_share: tokens over what the batches have room for, in [0, 1]; a longer
+        sequence fills its own.
         """
         architecture = self._source.architecture
         return {
@@ -155,7 +172,7 @@ class PlanningEngine:
             "max_tokens": self._capacity.max_tokens,
             "max_requests": self._capacity.max_requests,
             "bytes_per_slot": self._layout.bytes_per_slot(self._catalogue, self._dtype),
-            "score_chunk_rows": self.memory.score_chunk_rows,
+            "score_chunk_rows": self._memory.score_chunk_rows,
             "memory": self.memory.to_json(),
         }
 
