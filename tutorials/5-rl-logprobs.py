@@ -3,7 +3,7 @@
 #
 # Policy-gradient methods with LoRA (PPO, GRPO, DPO and their kin) need log-probabilities of the same completions under
 # two models that share a base: the **policy**, an adapter, and the **reference**, the base or an earlier adapter. Here
-# both come out of one forward, as tensors.
+# both come out of one engine and one call, as tensors.
 #
 # ## Prompts and completions
 #
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 tokenizer = Tokenizer.from_file("examples/tiny-moe/tokenizer.json")
 rows = [json.loads(line) for line in Path("examples/tiny-moe/heldout.jsonl").open(encoding="utf-8")]
-texts = [row["prompt"] for row in rows if row["metadata"]["kind"] == "scripture"][:16]
+texts = [row["prompt"] for row in rows if row["metadata"]["kind"] == "spanish"][:16]
 sequences = [tokenizer.encode(text).ids for text in texts]
 prompt_lengths = [len(ids) // 3 for ids in sequences]
 tokens = sum(map(len, sequences))
@@ -35,7 +35,7 @@ from moelora import BASE_ADAPTER, EngineOptions, PrefillEngine, Request
 
 engine = PrefillEngine(
     "examples/tiny-moe",
-    adapters={"policy": "examples/tiny-moe/adapters/scripture"},
+    adapters={"policy": "examples/tiny-moe/adapters/spanish"},
     options=EngineOptions(device="cpu", max_tokens=4096),
 )
 requests = [
@@ -69,7 +69,7 @@ print("policy", tuple(policy_BC.shape), policy_BC.dtype, "and mask", tuple(mask_
 # The KL divergence from the reference, with the estimator that is never negative and has a low variance,
 # *r* − 1 − log *r* with *r* = p_ref / p_policy ([Schulman, 2020](http://joschu.net/blog/kl-approx.html)); and
 # advantages within the group as GRPO takes them ([Shao et al., 2024](https://arxiv.org/abs/2402.03300)). The reward is
-# a stand-in: how often the completion says "the".
+# a stand-in: how often the completion says "que".
 
 # %%
 log_ratio_BC = (reference_BC - policy_BC).masked_fill(~mask_BC, 0.0)
@@ -77,7 +77,7 @@ kl_BC = log_ratio_BC.exp() - 1 - log_ratio_BC
 kl = kl_BC.sum() / mask_BC.sum()
 
 completions = [tokenizer.decode(ids[start:]) for ids, start in zip(sequences, prompt_lengths, strict=True)]
-reward_B = torch.tensor([float(text.split().count("the")) for text in completions])
+reward_B = torch.tensor([float(text.split().count("que")) for text in completions])
 advantage_B = (reward_B - reward_B.mean()) / (reward_B.std() + 1e-6)
 print(f"KL from the reference {kl:.3f} nats per token; advantages {advantage_B.min():.2f} to {advantage_B.max():.2f}")
 assert (kl_BC >= 0).all()
@@ -102,29 +102,33 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 base = AutoModelForCausalLM.from_pretrained("examples/tiny-moe", dtype=torch.float32)
-model = PeftModel.from_pretrained(base, "examples/tiny-moe/adapters/python").eval()
+model = PeftModel.from_pretrained(base, "examples/tiny-moe/adapters/spanish").eval()
 
 
 def expected(ids: list[int], start: int) -> torch.Tensor:
+    """Log-probabilities of the tokens from `start` on under the model as it stands: float32 `[C]`."""
     with torch.inference_mode():
         logits_TV = model(input_ids=torch.tensor([ids])).logits[0].float()
     logprobs_T = logits_TV[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     return logprobs_T[start - 1 :]
 
 
-check = PrefillEngine("examples/tiny-moe", adapters={"python": "examples/tiny-moe/adapters/python"})
-sample = [
-    Request(token_ids=ids, adapter="python", score_from=s)
-    for ids, s in zip(sequences[:4], prompt_lengths, strict=False)
-]
-worst = max(
-    (torch.tensor(result.token_logprobs) - expected(list(request.token_ids), request.score_from)).abs().max().item()
-    for request, result in zip(sample, check.score(sample), strict=True)
-)
-print(f"largest difference of any log-probability: {worst:.1e} nats")
-assert worst < 1e-4
+def largest_difference(results: list) -> float:
+    """Of any log-probability of the first four sequences, in nats."""
+    pairs = zip(results[:4], sequences, prompt_lengths, strict=False)
+    return max(
+        (torch.tensor(result.token_logprobs) - expected(ids, start)).abs().max().item() for result, ids, start in pairs
+    )
+
+
+worst = {"policy": largest_difference(results[0::2])}
+with model.disable_adapter():
+    worst["reference"] = largest_difference(results[1::2])
+print(", ".join(f"{name}: off by {nats:.1e} nats at most" for name, nats in worst.items()))
+assert max(worst.values()) < 1e-4
 
 # %% [markdown]
-# In bfloat16 the log-probabilities of the trainer and of another engine differ by rounding, and so do importance
-# ratios: take policy and reference from the *same* engine, in the same dtype, so that a policy that equals its
-# reference has a ratio of exactly 1. Next: [write a backend](6-backend.md).
+# The log-probabilities of a trainer and of another engine differ by rounding, in bfloat16 by far more than here, and so
+# do importance ratios. Take policy and reference from the *same* engine, in the same dtype: a policy that equals its
+# reference then has a ratio of 1 to rounding, and of exactly 1 with `batch_invariant=True` (on CUDA). Next:
+# [write a backend](6-backend.md).

@@ -72,8 +72,9 @@ class Request:
     Attributes:
         token_ids: At least one token, each in [0, V).
         adapter: A name the engine knows, or `BASE_ADAPTER`.
-        choices: Continuations of `token_ids`, each of at least one token. They share the context, which is computed
-            once; the log-probability of each is summed over its own tokens only.
+        choices: Continuations of `token_ids`, each of at least one token. The context runs once for each choice;
+            choices that differ in their last token alone, such as those of one token, share a run. The log-probability
+            of each is summed over its own tokens only.
         top_k: How many of the most likely tokens after the last one are wanted, in [0, V].
         score_from: The first position whose log-probability is wanted, in [0, len(token_ids)]. Position 0 has none, so
             its entry is None.
