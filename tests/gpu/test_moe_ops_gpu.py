@@ -275,4 +275,7 @@ def test_attention_at_real_widths(case):
 def test_attention_tiles_of_a_padded_batch():
     cu = torch.tensor([0, 300, 300, 421, 421, 421], dtype=torch.int32, device="cuda")
     tiles = attention_tiles(cu, 512, pick_attention_config(torch.bfloat16, 128, 128, longest=4096))
-    assert tiles.sequence_M.tolist() == [0, 0, 0, 2, 5] + [-1] * 5
+    assert tiles.live_1.item() == 5
+    assert tiles.first_M.tolist()[:5] == [0, 128, 256, 300, 421]
+    assert tiles.begin_M.tolist() == [0, 0, 0, 300, -1] + [-1] * 5
+    assert tiles.end_M.tolist()[:4] == [300, 300, 300, 421]

@@ -1,5 +1,6 @@
 """Packed attention: each sequence as alone, whatever the boundaries; padding is zero; bits do not move."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,7 @@ def test_equals_each_sequence_alone(lengths, padding, heads, widths, window, sin
     expected = naive_attention(q, k, v, boundaries, **options)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
     assert (out[boundaries[-1] :] == 0).all()
+    assert torch.equal(run(q, k, v, boundaries, replace(SMALL, split=True), **options), out)
 
 
 def test_sixteen_bits_and_latent_widths():

@@ -26,6 +26,7 @@ def check(ids_TK, slot_T, E, L, block_m, *, live=None, buffers=None, has_lora=Tr
     T, K = ids_TK.shape
     buffers = buffers or make_buffers(T + 3, K, E, L, block_m)
     before = buffers.sorted_P[T * K :].clone()
+    behind = buffers.tile_pairs[max_tiles(T * K, E, block_m) * block_m :].clone()
     num_live = None if live is None else torch.tensor([live], dtype=torch.int32, device=DEVICE)
     routes = build_routes(
         ids_TK.to(DEVICE),
@@ -49,12 +50,15 @@ def check(ids_TK, slot_T, E, L, block_m, *, live=None, buffers=None, has_lora=Tr
         assert routes.tile_expert_M[i].item() == expert
         assert routes.tile_first_M[i].item() == first
         assert routes.tile_rows_M[i].item() == rows
+        pairs = order_P[first : first + rows].tolist()
+        assert routes.tile_pairs_MB[i].cpu().tolist() == pairs + pairs[:1] * (block_m - rows)
         if has_lora:
             count = routes.tile_num_slots_M[i].item()
             assert routes.tile_slots_MC[i, :count].cpu().tolist() == slots
     assert (routes.tile_expert_M[len(expected) :] == -1).all()
     assert (routes.tile_rows_M[len(expected) :] == 0).all()
     assert (buffers.sorted_P[T * K :] == before).all()
+    assert (buffers.tile_pairs[max_tiles(T * K, E, block_m) * block_m :] == behind).all()
     return buffers
 
 

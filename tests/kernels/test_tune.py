@@ -72,7 +72,8 @@ class TestTable:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            (lambda c: c.update(block_m=32), "block_m 32 is below 64"),
+            (lambda c: c.update(block_m=32), "block_m 32 is not between 64 and 128"),
+            (lambda c: c.update(block_m=256), "block_m 256 is not between 64 and 128"),
             (lambda c: c["up"].update(block_k=32), "block_k of up must be 64"),
             (lambda c: c["down"].pop("warps"), "expected the keys"),
             (lambda c: c.pop("shrink"), "shrink"),

@@ -26,7 +26,7 @@ _SPARE_TILES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """Blocks of the Triton kernel: queries and keys of a step.
+    """Blocks of the Triton kernel: queries and keys of a step. `split`, `registers`: see `attend`, and per thread.
 
     Only `block_n`, which does not depend on the batch, is part of a row's bits: keys behind a row add exact zeros, and
     64 and 128 queries take the same matrix instruction.
@@ -36,14 +36,21 @@ class AttentionConfig:
     block_n: int
     warps: int
     stages: int
+    split: bool = False
+    registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTiles:
-    """Tiles of queries of a batch, int32 on the device: sequence (S: padding), first row, how many are in use."""
+    """Tiles of queries of a batch, int32 on the device.
 
-    sequence_M: torch.Tensor
+    first_M: their first rows. begin_M, end_M: where their sequences begin (-1: the tile is padding) and end. live_1:
+    how many are in use.
+    """
+
     first_M: torch.Tensor
+    begin_M: torch.Tensor
+    end_M: torch.Tensor
     live_1: torch.Tensor
     config: AttentionConfig
 
@@ -53,8 +60,10 @@ def pick_attention_config(
 ) -> AttentionConfig:
     """The configuration for these widths. longest: tokens of the longest sequence, None where a graph must not know.
 
-    One H200, 32/4 heads of 128, ms with 64 and with 128 queries a tile: 64 × 128 tokens 0.117 and 0.140, 32 × 512 0.329
-    and 0.357, 4 × 4,096 1.33 and 1.28, 1 × 16,384 4.76 and 4.58.
+    One H200, 32/4 heads of 128, ms with 64 queries a tile, and with 128 and split: 64 × 128 tokens 0.091 and 0.135,
+    16 × 512 0.147 and 0.177, 4 × 2,048 0.374 and 0.375, 4 × 4,096 1.35 and 1.28, 1 × 16,384 5.49 and 4.75. 64/8 heads
+    of 64 with a window of 128 and sinks, 16 × 512: 0.121; with registers as the compiler likes them, which leaves room
+    for three programs instead of four, 0.129; with 128 queries 0.165.
     """
     width = max(head_dim, value_dim)
     if dtype is torch.float32:
@@ -62,11 +71,11 @@ def pick_attention_config(
             block_m=32 if width <= 128 else 16, block_n=32 if width <= 128 else 16, warps=4, stages=1
         )
     if width <= 64:
-        return AttentionConfig(block_m=128, block_n=64, warps=4, stages=3)
+        return AttentionConfig(block_m=64, block_n=64, warps=4, stages=3, registers=128)
     if width <= 128:
         if longest is None or longest < _LONG:
             return AttentionConfig(block_m=64, block_n=64, warps=4, stages=3)
-        return AttentionConfig(block_m=128, block_n=64, warps=8, stages=3)
+        return AttentionConfig(block_m=128, block_n=64, warps=8, stages=3, split=True)
     return AttentionConfig(block_m=128, block_n=64, warps=8, stages=2)
 
 
@@ -77,14 +86,13 @@ def attention_tiles(cu_seqlens_S1: torch.Tensor, tokens: int, config: AttentionC
     """
     S = cu_seqlens_S1.shape[0] - 1
     tiles = triton.cdiv(tokens, config.block_m) + S + 1
-    ends, sequence, first = torch.empty(S + 1 + 2 * tiles, dtype=torch.int32, device=cu_seqlens_S1.device).split(
-        [S + 1, tiles, tiles]
-    )
+    sizes = [S + 1, tiles, tiles, tiles]
+    ends, first, begin, end = torch.empty(sum(sizes), dtype=torch.int32, device=cu_seqlens_S1.device).split(sizes)
     end_tiles[(1,)](cu_seqlens_S1, ends, tokens, S, BM=config.block_m, BLOCK=min(1024, triton.next_power_of_2(S + 1)))
     find_tiles[(tiles,)](
-        cu_seqlens_S1, ends, sequence, first, S, STEPS=(S + 1).bit_length() + 1, BM=config.block_m, num_warps=1
+        cu_seqlens_S1, ends, first, begin, end, S, STEPS=(S + 1).bit_length() + 1, BM=config.block_m, num_warps=1
     )
-    return AttentionTiles(sequence_M=sequence, first_M=first, live_1=ends[S:], config=config)
+    return AttentionTiles(first_M=first, begin_M=begin, end_M=end, live_1=ends[S:], config=config)
 
 
 def varlen_attention(
@@ -206,19 +214,18 @@ def _triton_attention(
     d0 = 1 << (D.bit_length() - 1)
     d1 = max(16, triton.next_power_of_2(D - d0)) if d0 < D else 0
     out = torch.empty(T, H, Dv, dtype=q_THD.dtype, device=q_THD.device)
-    programs = min(tiles.sequence_M.shape[0], triton.cdiv(T, cfg.block_m) + _SPARE_TILES)
+    programs = min(tiles.first_M.shape[0], triton.cdiv(T, cfg.block_m) + _SPARE_TILES)
     attend[(programs * H,)](
         q_THD,
         k_TGD,
         v_TGD,
         cu_S1 if sinks_H is None else sinks_H,
         out,
-        cu_S1,
-        tiles.sequence_M,
         tiles.first_M,
+        tiles.begin_M,
+        tiles.end_M,
         tiles.live_1,
         T,
-        cu_S1.shape[0] - 1,
         *(s for t in (q_THD, k_TGD, v_TGD, out) for s in t.stride()[:2]),
         float(scale),
         1.0 if softcap is None else float(softcap),
@@ -236,8 +243,10 @@ def _triton_attention(
         PRECISION="ieee" if q_THD.dtype is torch.float32 else "tf32",
         BM=cfg.block_m,
         BN=cfg.block_n,
+        SPLIT=cfg.split,
         num_warps=cfg.warps,
         num_stages=cfg.stages,
+        maxnreg=cfg.registers,
     )
     return out
 

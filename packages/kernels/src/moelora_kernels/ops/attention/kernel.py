@@ -25,21 +25,23 @@ def end_tiles(p_cu, p_end, tokens, sequences, BM: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit(do_not_specialize=["sequences"])
-def find_tiles(p_cu, p_end, p_sequence, p_first, sequences, STEPS: tl.constexpr, BM: tl.constexpr):
-    """Writes one tile (the program): its sequence, S for padding, -1 if unused; and its first row."""
+def find_tiles(p_cu, p_tiles_end, p_first, p_begin, p_end, sequences, STEPS: tl.constexpr, BM: tl.constexpr):
+    """Writes one tile (the program): its first row, and where its sequence begins (-1: padding) and ends."""
     i_tile = tl.program_id(0)
     low = tl.zeros([], tl.int32)
     high = tl.zeros([], tl.int32) + sequences + 1
     for _ in range(STEPS):
         middle = tl.minimum((low + high) // 2, sequences)
-        beyond = tl.load(p_end + middle) <= i_tile
+        beyond = tl.load(p_tiles_end + middle) <= i_tile
         searching = low < high
         low = tl.where(searching & beyond, middle + 1, low)
         high = tl.where(searching & (beyond == 0), middle, high)
     safe = tl.minimum(low, sequences)
-    before = tl.where(safe > 0, tl.load(p_end + tl.maximum(safe - 1, 0)), 0)
-    tl.store(p_sequence + i_tile, tl.where(low <= sequences, low, -1))
-    tl.store(p_first + i_tile, tl.load(p_cu + safe) + (i_tile - before) * BM)
+    before = tl.where(safe > 0, tl.load(p_tiles_end + tl.maximum(safe - 1, 0)), 0)
+    begin = tl.load(p_cu + safe)
+    tl.store(p_first + i_tile, begin + (i_tile - before) * BM)
+    tl.store(p_begin + i_tile, tl.where(low < sequences, begin, -1))
+    tl.store(p_end + i_tile, tl.load(p_cu + tl.minimum(safe + 1, sequences)))
 
 
 @triton.jit(do_not_specialize=["sequences", "rows"])
@@ -67,6 +69,7 @@ def _walk(
     p_k,
     p_v,
     o_q,
+    first,
     low,
     high,
     end,
@@ -75,7 +78,7 @@ def _walk(
     scale,
     softcap,
     window,
-    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     D: tl.constexpr,
@@ -84,9 +87,13 @@ def _walk(
     DV: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The online softmax over the keys `[low, high)`; b_max is kept in units of log 2. scale must be positive."""
+    """The online softmax over the keys `[low, high)`; b_max is kept in units of log 2. scale must be positive.
+
+    WHOLE: all these keys stand before the tile's first query, in whole blocks.
+    """
     o_n = tl.arange(0, BN)
     o_d = tl.arange(0, D0)
     o_v = tl.arange(0, BV)
@@ -95,7 +102,7 @@ def _walk(
         m_k = o_k < end
         b_at = o_k.to(tl.int64)
         p_kt = p_k + b_at[None, :] * s_k
-        b_k = tl.load(p_kt + o_d[:, None], mask=m_k[None, :], other=0.0) if MASKED else tl.load(p_kt + o_d[:, None])
+        b_k = tl.load(p_kt + o_d[:, None]) if WHOLE else tl.load(p_kt + o_d[:, None], mask=m_k[None, :], other=0.0)
         b_s = tl.dot(b_q0, b_k, input_precision=PRECISION)  # [BM, BN]
         if D1 > 0:
             o_e = D0 + tl.arange(0, D1)
@@ -106,11 +113,16 @@ def _walk(
             unit = 1.4426950408889634
         else:
             unit = scale * 1.4426950408889634
-        if MASKED or HAS_WINDOW:
-            m_s = (o_k[None, :] <= o_q[:, None]) & m_k[None, :]
+        if HAS_WINDOW or not WHOLE:
+            # Most blocks are seen by all queries of the tile: those need no comparisons.
+            partly = o_block + BN > first + 1
             if HAS_WINDOW:
-                m_s = m_s & (o_q[:, None] - o_k[None, :] < window)
-            b_s = tl.where(m_s, b_s, float("-inf"))
+                partly = partly | (o_block + window < first + BM)
+            if partly:
+                m_s = (o_k[None, :] <= o_q[:, None]) & m_k[None, :]
+                if HAS_WINDOW:
+                    m_s = m_s & (o_q[:, None] - o_k[None, :] < window)
+                b_s = tl.where(m_s, b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1) * unit)
         # A row may have seen no key of its window yet; its maximum is then minus infinity.
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -118,7 +130,7 @@ def _walk(
         b_scale = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_scale + tl.sum(b_p, 1)
         m_v = (o_v < DV)[None, :]
-        if MASKED:
+        if not WHOLE:
             m_v = m_v & m_k[:, None]
         b_v = tl.load(p_v + b_at[:, None] * s_v + o_v[None, :], mask=m_v, other=0.0)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_scale[:, None], input_precision=PRECISION)
@@ -126,19 +138,18 @@ def _walk(
     return b_acc, b_sum, b_max
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit(do_not_specialize=["tokens"])
 def attend(
     p_q,
     p_k,
     p_v,
     p_sink,
     p_out,
-    p_cu,
-    p_sequence,
     p_first,
+    p_begin,
+    p_end,
     p_live,
     tokens,
-    sequences,
     s_q_t,
     s_q_h,
     s_k_t,
@@ -163,8 +174,13 @@ def attend(
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """One live tile and one head at a time. D0 + D1 ≥ D: the head width as two powers of two."""
+    """One live tile and one head at a time. D0 + D1 ≥ D: the head width as two powers of two.
+
+    SPLIT: keys before the tile are walked apart from those beside it, in a loop without masks: fewer registers and
+    comparisons a step, but the second loop waits for its first keys. The sums are the same, bit for bit.
+    """
     live = tl.load(p_live)
     # Most batches have no more live tiles than there are programs, so that the hardware deals them out; the loop is for
     # batches of very many short sequences, whose empty slots would otherwise each cost a program.
@@ -172,17 +188,16 @@ def attend(
         # Later tiles of a sequence meet more keys: start with them, so that no long one is left for the end.
         i_tile = live - 1 - i_work // HEADS
         i_h = i_work % HEADS
-        sequence = tl.load(p_sequence + i_tile)
         first = tl.load(p_first + i_tile)
+        begin = tl.load(p_begin + i_tile)
+        end = tl.load(p_end + i_tile)
         o_q = first + tl.arange(0, BM)  # [BM]
         o_v = tl.arange(0, BV)
         p_o = p_out + o_q.to(tl.int64)[:, None] * s_out_t + i_h * s_out_h + o_v[None, :]
-        if sequence == sequences:
+        if begin < 0:
             m_pad = (o_q < tokens)[:, None] & (o_v < DV)[None, :]
             tl.store(p_o, tl.zeros([BM, BV], p_out.dtype.element_ty), mask=m_pad)
         else:
-            begin = tl.load(p_cu + sequence)
-            end = tl.load(p_cu + sequence + 1)
             m_q = o_q < end
             o_d = tl.arange(0, D0)
             p_qt = p_q + o_q.to(tl.int64)[:, None] * s_q_t + i_h * s_q_h
@@ -199,15 +214,17 @@ def attend(
             low = begin
             if HAS_WINDOW:
                 low = begin + tl.maximum(first - window + 1 - begin, 0) // BN * BN
-            diagonal = begin + (first - begin) // BN * BN
             high = tl.minimum(first + BM, end)
+            if SPLIT:
+                diagonal = begin + (first - begin) // BN * BN
+                b_acc, b_sum, b_max = _walk(
+                    b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, first, low, diagonal, end, s_k_t, s_v_t, scale,
+                    softcap, window, True, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BM, BN,
+                )  # fmt: skip
+                low = diagonal
             b_acc, b_sum, b_max = _walk(
-                b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, low, diagonal, end, s_k_t, s_v_t, scale, softcap,
-                window, False, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
-            )  # fmt: skip
-            b_acc, b_sum, b_max = _walk(
-                b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, diagonal, high, end, s_k_t, s_v_t, scale, softcap,
-                window, True, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BN,
+                b_acc, b_sum, b_max, b_q0, b_q1, p_kh, p_vh, o_q, first, low, high, end, s_k_t, s_v_t, scale,
+                softcap, window, False, HAS_WINDOW, HAS_SOFTCAP, D, D0, D1, DV, BV, PRECISION, BM, BN,
             )  # fmt: skip
             if HAS_SINKS:
                 sink = tl.load(p_sink + i_h).to(tl.float32) * 1.4426950408889634

@@ -157,7 +157,7 @@ def experts_lora(
         pairs_PH,
         expert_ids_TK,
         weights_TK,
-        routes.sorted_P if num_live is None else num_live,
+        routes.tile_rows_M if num_live is None else num_live,
         out_TH,
         T,
         E,
@@ -223,7 +223,7 @@ def _product(
     """One grouped product: `gather` reads x by token and writes rows, else x is read by row and pairs are written."""
     s_n, s_k = (weight.stride(2), weight.stride(1)) if base.transposed else (weight.stride(1), weight.stride(2))
     n_cols, depth = (weight.shape[2], weight.shape[1]) if base.transposed else (weight.shape[1], weight.shape[2])
-    unread = routes.sorted_P
+    unread = routes.tile_pairs_MB
     bank = None if slots is None else slots.b_LEOR
     rank, padded, s_b_l, s_b_e = 16, 16, 0, 0
     if slots is not None:
@@ -242,11 +242,11 @@ def _product(
         unread if bank is None else bank,
         unread if slots is None else slots.ranks_L,
         out,
-        routes.sorted_P,
         routes.row_slot_P,
         routes.tile_expert_M,
         routes.tile_first_M,
         routes.tile_rows_M,
+        routes.tile_pairs_MB,
         routes.tile_slots_MC,
         routes.tile_num_slots_M,
         routes.num_tiles,
@@ -319,11 +319,11 @@ def shrink_rows(
         slots.ranks_L,
         y,
         y if wide is None else wide,
-        routes.sorted_P,
         routes.row_slot_P,
         routes.tile_expert_M,
         routes.tile_first_M,
         routes.tile_rows_M,
+        routes.tile_pairs_MB,
         routes.tile_slots_MC,
         routes.tile_num_slots_M,
         routes.top_k,

@@ -8,7 +8,7 @@ Rows are pairs ordered by (expert, slot); a tile holds rows of one expert and li
 import triton
 import triton.language as tl
 
-from moelora_kernels.ops.experts.lora import add_lora_columns, lora_columns, tile_rows
+from moelora_kernels.ops.experts.lora import add_lora_columns, factor_offsets, tile_rows
 from moelora_kernels.tile_order import place
 
 
@@ -45,6 +45,10 @@ def product_tile(
     i_n,
     first,
     rows,
+    b_pair,
+    num_slots,
+    b_kb,
+    b_kb1,
     p_x,
     p_w,
     p_bias,
@@ -53,10 +57,8 @@ def product_tile(
     p_b,
     p_rank,
     p_out,
-    p_sorted,
     p_row_slot,
     p_tile_slots,
-    p_tile_num_slots,
     K,
     n_cols,
     depth,
@@ -90,8 +92,8 @@ def product_tile(
     BK: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """One tile of `grouped_product`, of BM rows."""
-    b_row, m_m, b_pair = tile_rows(p_sorted, first, rows, BM)  # [BM]
+    """One tile of `grouped_product`, of BM rows, whose pairs are b_pair; b_kb, b_kb1 `[BK]`: see `factor_offsets`."""
+    b_row, m_m = tile_rows(first, rows, BM)  # [BM]
     b_token = b_pair // K
     b_x = b_token if GATHER else b_row
     o_k = tl.arange(0, BK)
@@ -106,25 +108,14 @@ def product_tile(
     p_we = p_w + expert.to(tl.int64) * s_w_e
     p_be = p_b + expert.to(tl.int64) * s_b_e
     p_slots = p_tile_slots + i_tile * SLOT_CAP
-    num_slots = 0
-    if HAS_LORA:
-        num_slots = tl.load(p_tile_num_slots + i_tile)
     b_acc = tl.zeros([BM, BN], tl.float32)
     # Addresses are made anew in each step, from 32 bits where they suffice: faster here than moving pointers on.
     steps = tl.cdiv(depth, BK)
     lora_steps = 0
-    b_kb = o_k
-    b_kb1 = o_k
     if WIDE > 0:
         # The first WIDE·BK LoRA columns are further steps of the main loop, so that they cost a step each and no more:
         # y stands there spread out, zeros in other slots' columns, and only addresses change.
         lora_steps = tl.minimum(tl.cdiv(num_slots * RP, BK), WIDE)
-        b_slot, b_r, _ = lora_columns(p_slots, p_rank, o_k, num_slots, RP, SLOT_CAP)  # [BK]
-        b_kb = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
-        b_kb1 = b_kb
-        if WIDE > 1:
-            b_slot, b_r, _ = lora_columns(p_slots, p_rank, BK + o_k, num_slots, RP, SLOT_CAP)  # [BK]
-            b_kb1 = tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
     for i_k in range(steps + lora_steps):
         if WIDE > 0:
             lora = i_k >= steps
@@ -146,7 +137,8 @@ def product_tile(
             b_acc = tl.dot(b_a, b_w, b_acc, input_precision=PRECISION)
     if HAS_LORA:
         done: tl.constexpr = WIDE * BK
-        if num_slots * RP > done:
+        # Known when compiled, where a tile cannot meet more: a second loop behind the first costs even unused.
+        if done < SLOT_CAP * RP and num_slots * RP > done:
             p_yt = p_y + (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
             p_bt = p_be + b_n[None, :] * R
             b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
@@ -178,11 +170,11 @@ def grouped_product(
     p_b,
     p_rank,
     p_out,
-    p_sorted,
     p_row_slot,
     p_tile_expert,
     p_tile_first,
     p_tile_rows,
+    p_tile_pairs,
     p_tile_slots,
     p_tile_num_slots,
     tiles,
@@ -232,10 +224,22 @@ def grouped_product(
     """
     # GROUP tiles walk through the columns together, so that they share the weights of their expert in L2.
     i_tile, i_n = place(tl.program_id(0), tiles, tl.cdiv(n_cols, BN), GROUP)
-    # Loaded together, before the first of them is looked at: one latency instead of three.
+    # All loaded before the first of them is looked at: one latency instead of three.
     expert = tl.load(p_tile_expert + i_tile)
     first = tl.load(p_tile_first + i_tile)
     rows = tl.load(p_tile_rows + i_tile)
+    b_pair = tl.load(p_tile_pairs + i_tile * BM + tl.arange(0, BM))  # [BM]
+    b_pair_half = tl.load(p_tile_pairs + i_tile * BM + tl.arange(0, BM // 2))  # [BM/2]
+    num_slots = 0
+    b_kb = tl.arange(0, BK)
+    b_kb1 = b_kb
+    if HAS_LORA:
+        num_slots = tl.load(p_tile_num_slots + i_tile)
+        p_slots = p_tile_slots + i_tile * SLOT_CAP
+        if WIDE > 0:
+            b_kb = factor_offsets(p_slots, p_rank, 0, num_slots, s_b_l, OFFSET, RP, SLOT_CAP, BK)
+        if WIDE > 1:
+            b_kb1 = factor_offsets(p_slots, p_rank, BK, num_slots, s_b_l, OFFSET, RP, SLOT_CAP, BK)
     if expert < 0:
         return
     # The last tile of an expert is often small: half the rows cost half the products.
@@ -246,6 +250,10 @@ def grouped_product(
             i_n,
             first,
             rows,
+            b_pair_half,
+            num_slots,
+            b_kb,
+            b_kb1,
             p_x,
             p_w,
             p_bias,
@@ -254,10 +262,8 @@ def grouped_product(
             p_b,
             p_rank,
             p_out,
-            p_sorted,
             p_row_slot,
             p_tile_slots,
-            p_tile_num_slots,
             K,
             n_cols,
             depth,
@@ -298,6 +304,10 @@ def grouped_product(
             i_n,
             first,
             rows,
+            b_pair,
+            num_slots,
+            b_kb,
+            b_kb1,
             p_x,
             p_w,
             p_bias,
@@ -306,10 +316,8 @@ def grouped_product(
             p_b,
             p_rank,
             p_out,
-            p_sorted,
             p_row_slot,
             p_tile_slots,
-            p_tile_num_slots,
             K,
             n_cols,
             depth,

@@ -13,12 +13,11 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_rows(p_sorted, first, rows, BM: tl.constexpr):
-    """A tile's row numbers, their mask, and each row's pair; rows beyond the tile repeat its first row."""
+def tile_rows(first, rows, BM: tl.constexpr):
+    """A tile's row numbers and their mask; rows beyond the tile repeat its first row."""
     o_m = tl.arange(0, BM)
     m_m = o_m < rows
-    b_row = first + tl.where(m_m, o_m, 0)
-    return b_row, m_m, tl.load(p_sorted + b_row)
+    return first + tl.where(m_m, o_m, 0), m_m
 
 
 @triton.jit
@@ -34,6 +33,16 @@ def lora_columns(p_tile_slots, p_rank, o_c, num_slots, RP: tl.constexpr, SLOT_CA
     # hints on loads), loads of factors become 16 bytes wide.
     m_c = tl.max_constancy((b_j < num_slots) & (b_r // 16 * 16 < b_rank), 16)
     return b_slot, b_r, m_c
+
+
+@triton.jit
+def factor_offsets(
+    p_slots, p_rank, START: tl.constexpr, num_slots, s_b_l, OFFSET: tl.constexpr, RP: tl.constexpr,
+    SLOT_CAP: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Where the LoRA columns [START, START + BK) of a tile stand in a row of B's bank: `[BK]`."""
+    b_slot, b_r, _ = lora_columns(p_slots, p_rank, START + tl.arange(0, BK), num_slots, RP, SLOT_CAP)  # [BK]
+    return tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
 
 
 @triton.jit

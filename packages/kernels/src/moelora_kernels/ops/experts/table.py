@@ -22,6 +22,7 @@ import torch
 from moelora.backends.base import ExpertsWeights
 from moelora.errors import ConfigError
 from moelora_kernels.ops.experts.config import MoeConfig, ProductConfig, default_config, smallest_block_m
+from moelora_kernels.ops.routes import MAX_BLOCK_M
 
 FOLDER = Path(__file__).parents[2] / "tuned"
 VARIABLE = "MOELORA_TUNED"
@@ -128,10 +129,11 @@ def _tuned(entry: dict[str, Any]) -> Tuned:
 
 
 def keeps_bits(config: MoeConfig) -> None:
-    """Raises `ValueError` for blocks that could change the bits of 16-bit products."""
+    """Raises `ValueError` for blocks that could change the bits of 16-bit products, or that routes have no room for."""
     like = default_config(tokens=1, top_k=1, num_experts=1, dtype=torch.bfloat16)
-    if config.block_m < smallest_block_m(torch.bfloat16):
-        raise ValueError(f"block_m {config.block_m} is below {smallest_block_m(torch.bfloat16)}")
+    smallest = smallest_block_m(torch.bfloat16)
+    if not smallest <= config.block_m <= MAX_BLOCK_M:
+        raise ValueError(f"block_m {config.block_m} is not between {smallest} and {MAX_BLOCK_M}")
     for name in ("up", "down", "shrink"):
         if getattr(config, name).block_k != getattr(like, name).block_k:
             raise ValueError(f"block_k of {name} must be {getattr(like, name).block_k}")

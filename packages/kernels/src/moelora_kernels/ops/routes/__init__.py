@@ -18,6 +18,8 @@ _BLOCK, _WARPS = 128, 4
 """Elements of a block of the sort, one for each thread. One H200, 131,072 pairs of 16,384 tokens, ms of all launches:
 0.033; 0.052 in blocks of 256 over 8 warps, 0.187 in blocks of 64 over 4, 0.278 in blocks of 128 over 8."""
 _BIN_BLOCK = 128
+MAX_BLOCK_M = 128
+"""Rows of the largest tile that a list is sized for."""
 MAX_EXPERTS = 4096
 """Above this the bins of one program no longer fit in registers."""
 
@@ -33,7 +35,8 @@ class Routes:
 
     sorted_P: pair id (token·K + k) of each row; rows behind `first_row[E]` belong to no expert. row_slot_P: their
     slots. expert_rows `[E+1]`, first_row `[E+1]`: rows of each expert and its first row; the last entry is for pairs
-    without one. tile_expert_M: the expert or -1 for an unused tile; tile_first_M, tile_rows_M: its rows.
+    without one. tile_expert_M: the expert or -1 for an unused tile; tile_first_M, tile_rows_M: its rows. tile_pairs_MB
+    `[M, block_m]`: their pairs, the first one's again behind the last; undefined in unused tiles.
     tile_slots_MC, tile_num_slots_M: adapter slots in the tile, ascending, then zeros; undefined if not `has_lora`.
     `top_k`: K, so that token = pair // K.
     """
@@ -45,6 +48,7 @@ class Routes:
     tile_expert_M: torch.Tensor
     tile_first_M: torch.Tensor
     tile_rows_M: torch.Tensor
+    tile_pairs_MB: torch.Tensor
     tile_slots_MC: torch.Tensor
     tile_num_slots_M: torch.Tensor
     num_experts: int
@@ -73,7 +77,7 @@ class RouteBuffers:
         if pairs >= 2**31:
             raise ConfigError(f"{max_tokens} tokens × {top_k} experts pass 2³¹ pairs; lower --max-tokens")
         tiles = max_tiles(pairs, num_experts, block_m)
-        cap = max(1, min(num_slots, 128))
+        cap = max(1, min(num_slots, MAX_BLOCK_M))
         bins = max(num_experts, num_slots + 1) + 1
         self.max_tokens, self.max_pairs, self.num_slots = max_tokens, pairs, num_slots
 
@@ -85,6 +89,7 @@ class RouteBuffers:
         self.counts = ints(bins * max(1, triton.cdiv(max(pairs, max_tokens), _BLOCK)))
         self.totals, self.starts, self.tile_ends = ints(bins), ints(bins), ints(bins)
         self.tile_expert, self.tile_first, self.tile_rows = ints(tiles), ints(tiles), ints(tiles)
+        self.tile_pairs = ints(pairs + min(num_experts, pairs) * MAX_BLOCK_M)
         self.tile_slots, self.tile_num_slots = ints(tiles * cap), ints(tiles)
         self.zeros_T1 = ints(max_tokens if num_experts == 1 else 0).view(-1, 1)
 
@@ -223,6 +228,8 @@ def _sort(
 def _tiles(
     sorted_P: torch.Tensor, slot_P: torch.Tensor, buffers: RouteBuffers, E: int, K: int, has_lora: bool, block_m: int
 ) -> Routes:
+    if block_m > MAX_BLOCK_M:
+        raise ConfigError(f"tiles have at most {MAX_BLOCK_M} rows, got {block_m}")
     tiles = max_tiles(sorted_P.shape[0], E, block_m)
     if tiles > buffers.tile_expert.shape[0]:
         raise ConfigError(
@@ -238,6 +245,7 @@ def _tiles(
         tile_expert_M=buffers.tile_expert[:tiles],
         tile_first_M=buffers.tile_first[:tiles],
         tile_rows_M=buffers.tile_rows[:tiles],
+        tile_pairs_MB=buffers.tile_pairs[: tiles * block_m].view(tiles, block_m),
         tile_slots_MC=buffers.tile_slots[: tiles * cap].view(tiles, cap),
         tile_num_slots_M=buffers.tile_num_slots[:tiles],
         num_experts=E,
@@ -250,10 +258,12 @@ def _tiles(
             buffers.totals,
             buffers.starts,
             buffers.tile_ends,
+            sorted_P,
             slot_P,
             routes.tile_expert_M,
             routes.tile_first_M,
             routes.tile_rows_M,
+            routes.tile_pairs_MB,
             routes.tile_slots_MC,
             routes.tile_num_slots_M,
             E,
@@ -266,4 +276,13 @@ def _tiles(
     return routes
 
 
-__all__ = ["MAX_EXPERTS", "RouteBuffers", "Routes", "build_routes", "max_tiles", "order_tokens", "token_routes"]
+__all__ = [
+    "MAX_BLOCK_M",
+    "MAX_EXPERTS",
+    "RouteBuffers",
+    "Routes",
+    "build_routes",
+    "max_tiles",
+    "order_tokens",
+    "token_routes",
+]

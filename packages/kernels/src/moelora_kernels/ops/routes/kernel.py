@@ -134,10 +134,12 @@ def list_tiles(
     p_total,
     p_start,
     p_tile_end,
+    p_sorted,
     p_row_slot,
     p_expert,
     p_first,
     p_rows,
+    p_pairs,
     p_slots,
     p_num_slots,
     last,
@@ -147,7 +149,10 @@ def list_tiles(
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Writes one tile (the program): expert or -1, first row, rows, adapter slots present, ascending, then zeros."""
+    """Writes one tile (the program): expert or -1, first row, rows, their pairs, adapter slots present.
+
+    Slots ascend, then come zeros. Behind its last row a tile repeats the pair of the first.
+    """
     i_tile = tl.program_id(0)
     o_bin = tl.arange(0, BINS)  # [BINS]
     b_end = tl.load(p_tile_end + o_bin, mask=o_bin < last, other=2147483647)
@@ -161,8 +166,11 @@ def list_tiles(
     tl.store(p_expert + i_tile, tl.where(used, expert, -1))
     tl.store(p_first + i_tile, tl.where(used, first, 0))
     tl.store(p_rows + i_tile, rows)
+    o_r = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    if used:
+        b_pair = tl.load(p_sorted + first + tl.where(o_r < rows, o_r, 0))
+        tl.store(p_pairs + i_tile * BLOCK_M + o_r, b_pair)
     if HAS_SLOT:
-        o_r = tl.arange(0, BLOCK_M)  # [BLOCK_M]
         b_slot = tl.load(p_row_slot + first + o_r, mask=o_r < rows, other=-1)
         b_previous = tl.load(p_row_slot + first + o_r - 1, mask=(o_r < rows) & (o_r > 0), other=-1)
         m_new = (b_slot >= 0) & (b_slot != b_previous)

@@ -182,7 +182,7 @@ def _score(
         rank = 16 if slots is None else slots.b_LOR.shape[2]
         cap = 1 if routes is None else routes.tile_slots_MC.shape[1]
         lora = (unread,) * 9 if routes is None or slots is None or y is None else (
-            y, slots.b_LOR, slots.ranks_L, routes.sorted_P, routes.row_slot_P, routes.tile_first_M,
+            y, slots.b_LOR, slots.ranks_L, routes.tile_pairs_MB, routes.row_slot_P, routes.tile_first_M,
             routes.tile_rows_M, routes.tile_slots_MC, routes.tile_num_slots_M,
         )  # fmt: skip
         score_tile[(tiles_v * tiles_n,)](

@@ -80,7 +80,7 @@ def score_tile(
     p_y,
     p_b,
     p_rank,
-    p_sorted,
+    p_tile_pairs,
     p_row_slot,
     p_tile_first,
     p_tile_rows,
@@ -125,7 +125,8 @@ def score_tile(
         tile_size = tl.load(p_tile_rows + i_tile)
         if tile_size == 0:
             return
-        b_place, m_m, b_row = tile_rows(p_sorted, tl.load(p_tile_first + i_tile), tile_size, BM)  # [BM]
+        b_place, m_m = tile_rows(tl.load(p_tile_first + i_tile), tile_size, BM)  # [BM]
+        b_row = tl.load(p_tile_pairs + i_tile * BM + tl.arange(0, BM))
     else:
         o_m = i_tile * BM + tl.arange(0, BM)
         m_m = o_m < rows
