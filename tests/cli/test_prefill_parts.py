@@ -126,6 +126,26 @@ def test_going_on_is_said_unless_quiet(command: Command):
         command.output.unlink()
 
 
+@pytest.mark.parametrize("more", [(), ("--overwrite",)], ids=["same", "overwrite"])
+def test_an_interrupt_while_the_model_loads_says_what_is_kept(
+    command: Command, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+):
+    def loading(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    interrupted(command)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["moelora.engine"].PrefillEngine, "__init__", loading)
+        done = command(*more)
+    goes_on = f"the same command{' without --overwrite' if more else ''} goes on from there"
+    assert done.code == 130
+    assert done.stderr.splitlines()[-2:] == [
+        f"kept 1 finished part in {command.output}.parts; {goes_on}",
+        "error: interrupted",
+    ]
+    assert "going on with 1 finished part" in command().stderr
+
+
 def test_parts_of_another_run_are_refused_by_what_changed(command: Command, monkeypatch: pytest.MonkeyPatch):
     many_rows(command, 5_000)
     command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [15]}\n')  # the engine dies of 15

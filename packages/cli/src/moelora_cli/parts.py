@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moelora.errors import ConfigError
+from moelora.errors import ConfigError, MoeloraError
 from moelora.wording import counted
 from moelora_cli.progress import Progress
 
@@ -99,13 +99,9 @@ def score_in_parts(
         if options["shard"] and store.mine(number):
             progress.expect(own.expected())
 
-    try:
-        size = window_requests(len(engine.adapter_names), engine.slots)
+    size = window_requests(len(engine.adapter_names), engine.slots)
+    with telling_what_is_kept(options, store, progress):
         run_into_parts(job, read, size, store, on_part=progress.part_written, on_window=on_window)
-    except BaseException as error:
-        if not worker and (store.finished() or isinstance(error, KeyboardInterrupt)):
-            progress.say(what_is_kept(store))
-        raise
     progress.scored(job.stats, job.earlier)
 
 
@@ -126,12 +122,29 @@ def going_on(store: PartStore) -> str:
     return f"going on with {counted(store.finished(), 'finished part')} in {store.folder}"
 
 
-def what_is_kept(store: PartStore) -> str:
-    """What is said when a run ends before its time."""
+@contextmanager
+def telling_what_is_kept(options: dict[str, Any], store: PartStore, progress: Progress) -> Iterator[None]:
+    """Says what stays of the run if it ends within; not in a worker, whose parent does, nor of a run that is refused.
+
+    Of an error it is said only if there is something: that nothing is kept, nobody expects otherwise.
+    """
+    try:
+        yield
+    except MoeloraError:
+        raise
+    except BaseException as error:
+        if options["worker"] is None and (store.finished() or isinstance(error, KeyboardInterrupt)):
+            progress.say(what_is_kept(store, overwrite=options["overwrite"]))
+        raise
+
+
+def what_is_kept(store: PartStore, *, overwrite: bool) -> str:
+    """What is said when a run ends before its time. overwrite: whether the same command would begin anew."""
     if not store.finished():
         return "no part was finished yet: nothing is kept, and the same command begins anew"
     count = counted(store.finished(), "finished part")
-    return f"kept {count} in {store.folder}; the same command goes on from there"
+    without = " without --overwrite" if overwrite else ""
+    return f"kept {count} in {store.folder}; the same command{without} goes on from there"
 
 
 def write_output(folder: Path, output: str | Path) -> None:

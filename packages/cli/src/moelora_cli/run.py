@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import end_with, interrupts
 from moelora_cli.options import engine_options_of, is_stream
-from moelora_cli.parts import RunParts, finish_parts, in_use, open_parts, refuse_changed, score_in_parts, worker_facts
+from moelora_cli.parts import (
+    RunParts,
+    finish_parts,
+    in_use,
+    open_parts,
+    refuse_changed,
+    score_in_parts,
+    telling_what_is_kept,
+    worker_facts,
+)
 from moelora_cli.progress import Progress
 from moelora_cli.reports import asked_for, is_page, tell, write_reports
 
@@ -86,7 +95,8 @@ class Run:
             end_with(worker["parent"], Path(self.options["worker"]).parent)
         with ExitStack() as held:
             parts = self._open_parts(held)
-            engine = self._load_engine()
+            with telling_what_is_kept(self.options, parts.store, self.progress) if parts is not None else nullcontext():
+                engine = self._load_engine()
             timeline = Timeline()
             job = self._job(TimedScorer(engine, timeline))
             if parts is not None:

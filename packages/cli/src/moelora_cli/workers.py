@@ -23,7 +23,7 @@ from moelora.wording import repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
-from moelora_cli.parts import going_on, open_parts, parts_folder, what_is_kept, write_output
+from moelora_cli.parts import going_on, open_parts, parts_folder, telling_what_is_kept, write_output
 from moelora_cli.progress import Progress, read_workers
 from moelora_cli.reports import asked_for, tell, write_reports
 
@@ -88,12 +88,8 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
             progress.note(going_on(store))
         progress.event(f"loading on {repeated(names)}")
         shown = _Shown(Path(private), folder, earlier, progress)
-        try:
+        with telling_what_is_kept(options, store, progress):
             _wait(_start(options, adapters, names, Path(private)), progress, shown)
-        except BaseException as error:
-            if store.finished() or isinstance(error, KeyboardInterrupt):
-                progress.say(what_is_kept(store))
-            raise
         told = read_workers(Path(private))
         try:
             write_output(folder, output)
