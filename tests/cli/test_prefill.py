@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from io import BytesIO, TextIOWrapper
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import fake_engine
 from cli.prefill_command import GOOD, Command
-from moelora_cli import progress
+from moelora_cli import progress, run
 from moelora_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("no_real_engine")
@@ -62,10 +63,18 @@ def test_a_report_that_ends_in_html_is_a_page(command: Command, output: str):
     assert len(re.findall(r"<tr><td>(?:base|A)</td><td class=n>2</td><td class=n>0</td>", page)) == 2
 
 
-def test_the_json_report_tells_tokens_by_second(command: Command):
+def test_the_json_report_tells_tokens_by_second(command: Command, monkeypatch: pytest.MonkeyPatch):
+    def slow(*_: Any, **__: Any) -> None:
+        time.sleep(0.3)
+        finish(*_, **__)
+
+    finish = run.finish_parts
+    monkeypatch.setattr(run, "finish_parts", slow)  # what is behind the last score is no scoring
     command("--report", "r.json")
     report = json.loads((command.folder / "r.json").read_text())
-    assert report["timeline"]["points"][-1][1] == report["tokens"]
+    seconds, tokens = report["timeline"]["points"][-1]
+    assert tokens == report["tokens"]
+    assert seconds == pytest.approx(report["seconds"], abs=0.001)
 
 
 def test_a_pipe_is_read_once(command: Command):

@@ -135,12 +135,24 @@ def test_a_long_timeline_stays_short_and_ends_with_all_tokens(monkeypatch):
     for _ in range(20_000):
         now[0] += random.random()
         timeline.add(7)
-    points = timeline.as_json()["points"]
+    points = timeline.as_json(now[0])["points"]
     assert len(points) < 600
     assert points[-1] == [pytest.approx(now[0], abs=1e-3), 140_000]
     assert points == sorted(points)
     halfway = min(points, key=lambda p: abs(p[0] - now[0] / 2))
     assert halfway[1] == pytest.approx(70_000, rel=0.05)
+
+
+def test_a_timeline_covers_scoring_alone(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(timeline_module.time, "monotonic", lambda: now[0])
+    timeline = Timeline()
+    now[0] = 5.0  # loading
+    timeline.begin()
+    now[0] = 6.0
+    timeline.add(7)
+    now[0] = 9.0  # writing
+    assert timeline.as_json(1.5)["points"] == [[0.0, 0], [1.0, 7], [1.5, 7]]
 
 
 def test_timelines_of_workers_add_up():
@@ -227,6 +239,14 @@ def test_the_rate_counts_what_this_run_scored():
     options = {"seconds": 2.0, "load_seconds": 0.0, "engine": {}, "run": {}}
     assert build_report(stats, **options, timeline=timeline)["tokens_per_second"] == 15.0
     assert build_report(stats, **options)["tokens_per_second"] == 300.0
+
+
+@pytest.mark.parametrize(("batches", "drawn"), [(1, False), (3, False), (4, True)])
+def test_a_rate_over_time_is_not_drawn_of_a_few_batches(batches, drawn):
+    engine = {"passes": [{"phase": "prefill", "mode": "eager", "bucket": None, "count": batches}]}
+    text = page(engine, ScoreTally(), [[0.0, 0], [2.0, 60]])
+    assert ("tokens per second over seconds" in text) is drawn
+    assert (f"Too few batches ({batches}) to draw a rate over time." in text) is not drawn
 
 
 def test_a_run_that_scored_nothing_has_a_page_too():

@@ -114,6 +114,7 @@ class Run:
         options, progress = self.options, self.progress
         loaded = time.monotonic()
         progress.begin()
+        timeline.begin()
         tally = None
         try:
             if parts is not None:
@@ -137,7 +138,7 @@ class Run:
                 load_seconds=loaded - start,
                 engine=engine.report(),
                 run=asked_for(options, self.adapters),
-                timeline=timeline.as_json(),
+                timeline=timeline.as_json(scored - loaded),
                 earlier_tokens=job.earlier.tokens,
             )
             write_reports(options, report, tally)

@@ -33,6 +33,8 @@ svg { display: block; height: auto; max-width: 100%; min-width: 34rem; } svg tex
 svg .soft { fill: var(--soft); } svg .grid { stroke: var(--line); }
 summary { cursor: pointer; }
 """
+_FEW_BATCHES = 4
+"""Below it a line over time would show when batches ended, and no rate."""
 _MODE_COLOURS = {RunMode.FULL: "--a", RunMode.BREAKABLE: "--c", RunMode.EAGER: "--b"}
 
 
@@ -112,6 +114,8 @@ def _throughput(report: Mapping[str, Any]) -> str:
     series = rates(report["timeline"]["points"], bins=max(4, min(120, batches // 4)))
     if not series:
         return '<p class="soft">Nothing was scored in this run.</p>'
+    if batches < _FEW_BATCHES:
+        return f'<p class="soft">Too few batches ({batches}) to draw a rate over time.</p>'
     return area_chart(series, mean=report["tokens_per_second"], x_label="seconds", y_label="tokens per second")
 
 

@@ -25,11 +25,15 @@ class Timeline:
     """
 
     def __init__(self) -> None:
-        self.began = time.time()
-        self._start = time.monotonic()
+        self.begin()
         self._points: Points = [(0.0, 0)]
         self._tokens = 0
         self._step = _SAME_MOMENT
+
+    def begin(self) -> None:
+        """Scoring begins now, with nothing scored. Until this is called, it began when the timeline was made."""
+        self.began = time.time()
+        self._start = time.monotonic()
 
     def add(self, tokens: int) -> None:
         """`tokens` more have been scored just now."""
@@ -44,9 +48,9 @@ class Timeline:
             self._points = self._points[::2]
             self._step = max(2 * now / _MOST_POINTS, _SAME_MOMENT)
 
-    def as_json(self) -> dict[str, Any]:
-        """`began`, and the points up to now."""
-        last = (time.monotonic() - self._start, self._tokens)
+    def as_json(self, seconds: float) -> dict[str, Any]:
+        """`began`, and the points, the last of them at the end of scoring, `seconds` behind the beginning."""
+        last = (max(seconds, self._points[-1][0]), self._tokens)
         return {"began": self.began, "points": [[round(t, 4), n] for t, n in [*self._points, last]]}
 
 
