@@ -190,6 +190,18 @@ def test_env_says_what_is_here(capsys: pytest.CaptureFixture[str]):
     assert "torch" in facts["backends"]
 
 
+def test_env_is_no_wider_than_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def told(columns: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit):
+            main(["env"])
+        return capsys.readouterr().out.splitlines()
+
+    narrow, wide = told(80), told(1000)
+    assert max(map(len, narrow)) <= 80 < max(map(len, wide))
+    assert " ".join(narrow).split() == " ".join(wide).split()
+
+
 def test_env_works_without_any_of_the_packages():
     code = """
 for name in ("torch", "transformers", "triton", "moelora_kernels", "tokenizers", "safetensors"):

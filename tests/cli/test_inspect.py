@@ -1,6 +1,8 @@
 """`moelora inspect`: what it prints agrees with the files; what would be refused is shown, with exit code 2."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,6 @@ def test_an_adapter_says_what_it_was_trained_on(tmp_path: Path, capsys: pytest.C
         facts = json.loads(inspect(capsys, unnamed, "--json")[1])
         assert (facts["base_model"], facts["peft_version"]) == (None, None)
         assert "base_model" not in inspect(capsys, unnamed)[1]
-    (tmp_path / "empty").mkdir()
-    assert json.loads(inspect(capsys, tmp_path / "empty", "--json")[1])["base_model"] is None
 
 
 def test_the_last_line_is_the_verdict(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -106,7 +106,7 @@ def test_layers_that_are_alike_share_a_line(tmp_path: Path, capsys: pytest.Captu
     code, out, _ = inspect(capsys, make_adapter(tmp_path / "a"))
     assert code == 0
     lines = [line.split() for line in out.splitlines() if "q_proj" in line]
-    assert lines == ["model.layers.*.self_attn.q_proj layout D rank 4 scale 1.5 3 × 512 bytes".split()]
+    assert lines == ["model.layers.*.self_attn.q_proj D 4 1.5 3 × 512 bytes".split()]
 
 
 @pytest.mark.parametrize(("patterned", "others"), [("0", "1-2"), ("1", "0,2")])
@@ -118,8 +118,8 @@ def test_layers_of_another_rank_are_named(
     lines = sorted(" ".join(line.split()) for line in out.splitlines() if "q_proj" in line)
     assert lines == sorted(
         [
-            f"model.layers.{patterned}.self_attn.q_proj layout D rank 4 scale 3 512 bytes",
-            f"model.layers.{others}.self_attn.q_proj layout D rank 4 scale 1.5 2 × 512 bytes",
+            f"model.layers.{patterned}.self_attn.q_proj D 4 3 512 bytes",
+            f"model.layers.{others}.self_attn.q_proj D 4 1.5 2 × 512 bytes",
         ]
     )
 
@@ -131,8 +131,55 @@ def test_what_would_be_refused_is_shown(model: Path, tmp_path: Path, capsys: pyt
     code, out, _ = inspect(capsys, make_adapter(tmp_path / "b", use_dora=True))
     assert code == 2
     assert "refused: adapter_config.json: use_dora" in out
-    (tmp_path / "empty").mkdir()
-    assert "adapter_config.json not found" in inspect(capsys, tmp_path / "empty")[1]
+    (tmp_path / "a" / "adapter_config.json").unlink()
+    assert "refused: adapter_config.json not found" in inspect(capsys, tmp_path / "a")[1]
+
+
+def test_refusals_that_differ_in_their_numbers_alone_share_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = make_adapter(tmp_path / "a")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for layer, expert in [*itertools.product((0, 1, 3), range(5)), (4, 2)]:
+        name = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.up_proj"
+        tensors |= {f"{name}.lora_A.weight": torch.ones(5, 32), f"{name}.lora_B.weight": torch.ones(16, 5)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]})
+    )
+    code, out, _ = inspect(capsys, folder)
+    assert code == 2
+    assert sorted(line for line in out.splitlines() if line.startswith("refused")) == [
+        "refused: model.layers.0-1,3.mlp.experts.0-4.up_proj: its tensors have rank 5, adapter_config.json says 8",
+        "refused: model.layers.0-2.self_attn.q_proj: its tensors have rank 4, adapter_config.json says 8",
+        "refused: model.layers.4.mlp.experts.2.up_proj: its tensors have rank 5, adapter_config.json says 8",
+    ]
+    assert len(json.loads(inspect(capsys, folder, "--json")[1])["refused"]) == 3 + 3 * 5 + 1
+
+
+def test_what_is_not_known_is_left_out(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = make_adapter(tmp_path / "a")
+    (folder / "adapter_model.safetensors").unlink()
+    _, out, _ = inspect(capsys, folder)
+    keys = [line.split()[0] for line in out.splitlines()]
+    assert keys == ["adapter", "slot_dtype", "refused:", "loads:"]
+    facts = json.loads(inspect(capsys, folder, "--json")[1])
+    unknown = ("layouts", "max_rank", "bytes_per_slot", "tensors", "file_bytes", "file_dtypes")
+    assert [facts[key] for key in unknown] == [None] * 6
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_no_line_is_wider_than_the_terminal(columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    for name in ("glossary", "scripture"):
+        _, out, _ = inspect(capsys, f"examples/tiny-moe/adapters/{name}", "--model", "examples/tiny-moe")
+        assert max(map(len, out.splitlines())) <= columns
+        listed = out.split("targets (")[1]
+        assert len(re.findall(r"  (?:D|E|W|W2|P)  +8  +[\d.]+  +(?:\d × )?[\d.]+ KiB$", listed, re.M)) == len(
+            re.findall("KiB$", listed, re.M)
+        )
+    _, out, _ = inspect(capsys, "examples/tiny-moe")
+    assert max(map(len, out.splitlines())) <= columns
+    assert re.search(r"17 linear\s+layers,\s+17\s+norms,\s+8 expert\s+parameters", out)
 
 
 def test_a_checkpoint(model: Path, capsys: pytest.CaptureFixture[str]):
@@ -149,7 +196,20 @@ def test_a_checkpoint(model: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_is_neither_is_an_error(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert inspect(capsys, tmp_path / "none") == (2, "", f"error: model folder '{tmp_path / 'none'}' does not exist\n")
+    near = tmp_path / "modell"
+    for path, hint in ((near, f"; did you mean '{model}'?"), (tmp_path / "none", ""), (tmp_path / "no" / "model", "")):
+        code, out, said = inspect(capsys, path)
+        assert (code, out) == (2, "")
+        assert said == (
+            f"error: {path}: neither the folder of an adapter or a model, nor a model in the Hugging Face cache, where "
+            f"`hf download NAME` puts one{hint}\n"
+        )
+    (tmp_path / "runs").mkdir()
+    neither = "runs: holds neither a config.json, as a model, nor an adapter_config.json, as an adapter"
+    for hint in ("", "; subfolders that have one: checkpoint-5"):
+        code, out, said = inspect(capsys, tmp_path / "runs")
+        assert (code, out, said) == (2, "", f"error: {tmp_path}/{neither}{hint}\n")
+        make_adapter(tmp_path / "runs" / "checkpoint-5") if not hint else None
     (tmp_path / "file").write_text("x")
     assert "is a file" in inspect(capsys, tmp_path / "file")[2]
     code, _, said = inspect(capsys, model, "--model", model)
@@ -163,7 +223,11 @@ def test_an_adapter_that_is_not_there_is_said_to_be_missing(tmp_path, model, cap
     with pytest.raises(SystemExit) as end:
         main(["inspect", str(tmp_path / "pyton"), "--model", str(model)])
     assert end.value.code == 2
-    assert f"{tmp_path / 'pyton'}: no such folder" in capsys.readouterr().err
+    assert f"{tmp_path / 'pyton'}: no such folder\n" in capsys.readouterr().err
+    (tmp_path / "python").mkdir()
+    with pytest.raises(SystemExit):
+        main(["inspect", str(tmp_path / "pyton"), "--model", str(model)])
+    assert f"no such folder; did you mean '{tmp_path / 'python'}'?\n" in capsys.readouterr().err
 
 
 def test_an_adapter_of_zeros_is_noted(tmp_path, capsys):

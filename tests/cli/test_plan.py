@@ -52,6 +52,17 @@ def test_the_run_reports_what_was_planned(
         assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
 
 
+def test_the_plan_is_no_wider_than_the_terminal(
+    capfd: pytest.CaptureFixture[str], rows: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, narrow, _ = moelora(capfd, "plan", rows)
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, wide, _ = moelora(capfd, "plan", rows)
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert narrow.split() == wide.split()
+
+
 def test_the_lines_for_people(capfd: pytest.CaptureFixture[str], rows: Path):
     code, stdout, _ = moelora(capfd, "plan", rows, "--graph", "off")
     assert code == 3

@@ -178,6 +178,9 @@ def test_damaged_files_are_named_with_the_likely_cause(folder, damage, said):
 def test_folders_without_a_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"does not exist|neither"):
         find_model_folder(tmp_path / "nowhere")
+    (tmp_path / "model-30b").mkdir()
+    with pytest.raises(CheckpointError, match=r"does not exist; did you mean '.*/model-30b'\?$"):
+        find_model_folder(tmp_path / "model-3b")
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load(tmp_path)
     (tmp_path / "file").write_text("x")

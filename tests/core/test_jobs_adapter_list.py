@@ -56,6 +56,9 @@ def test_a_path_that_leads_nowhere_is_refused_with_the_name_and_where_it_was_giv
     (tmp_path / "list.jsonl").write_text('{"name": "C", "path": "gone"}')
     with pytest.raises(ConfigError, match=r"list\.jsonl: .*'C', .*gone, does not exist"):
         resolve_adapters([str(tmp_path / "list.jsonl")])
+    for given in (f"A={tmp_path / 'goood'}", str(tmp_path / "goood")):
+        with pytest.raises(ConfigError, match=r"; did you mean '.*/good'\?$"):
+            resolve_adapters([given])
     with pytest.raises(ConfigError, match=r"'D' must be a folder, and .*list\.jsonl is a file"):
         resolve_adapters([f"D={tmp_path / 'list.jsonl'}"])
 

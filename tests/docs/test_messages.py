@@ -43,7 +43,7 @@ def test_the_collector_sees_each_kind_of_message():
     assert isinstance(collect()[0], Template)
     for text in (
         "padding up to the bucket would waste more than half of it",  # an eager reason
-        "…: no such folder",  # one arm of a conditional in a raise
+        "…: no such folder…",  # one arm of a conditional in a raise
         "unknown key ….… Valid: …",  # choose_from within a message
         "DoRA rescales the adapted weights by trained magnitudes; run as plain LoRA it would be wrong",  # a table
         "the prompt has no tokens",  # returned

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moelora.wording import counted
 from moelora_cli.command import size
+from moelora_cli.layout import output_width
 
 if TYPE_CHECKING:
     from moelora.bench.report import BenchReport, Measurement, Setup
@@ -20,8 +20,6 @@ _ENGINE = "engine"
 """The column that moves into the title where all rows have it in common."""
 _RUN = ("work", "task", _ENGINE, "adapters")
 """The columns that tell one run from another."""
-_UNLIMITED = 200
-"""Columns where nobody says how wide the output is, as of a file."""
 
 
 def tables(report: BenchReport) -> str:
@@ -29,7 +27,7 @@ def tables(report: BenchReport) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    width = shutil.get_terminal_size((_UNLIMITED, 0)).columns
+    width = output_width()
     console = Console(file=out, width=width, highlight=False, color_system=None)
     ceilings = report.ceilings
     console.print(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
+from moelora_cli.layout import entry
 
 
 @click.command(cls=MoeloraCommand, short_help="Versions, devices and backends of this machine.")
@@ -26,7 +27,8 @@ def env(as_json: bool) -> int:
         width = max((len(key) for key in entries), default=0)
         for key, value in entries.items():
             shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-            click.echo(f"  {key:<{width}}  {'not installed' if shown is None else shown}")
+            text = "not installed" if shown is None else str(shown)
+            click.echo("\n".join(entry(f"  {key:<{width}}  ", text)))
     return EXIT_DONE
 
 

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from moelora.errors import AdapterError, ConfigError, MoeloraError
+from moelora.errors import AdapterError, CheckpointError, ConfigError, MoeloraError, similar_folder
 from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, MoeloraCommand, size
+from moelora_cli.layout import alike_together, entry, ranges, table
 
 if TYPE_CHECKING:
     from moelora.adapters.base import Catalogue
 
 _LAYER = re.compile(r"(?<=layers\.)\d+(?=\.)")
 """The number of a layer in the name of a module."""
+_EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+"""The number of an expert there."""
 
 _KINDS = {
     "linear": "linear layer",
@@ -47,17 +50,47 @@ def inspect(path: str, model: str | None, lora_b_layout: str | None, as_json: bo
     The exit code is 2 if it would be refused by `moelora prefill`; the reasons are shown with the rest.
     """
     folder = Path(path).expanduser()
-    if folder.is_dir() and not (folder / "config.json").exists():
+    is_checkpoint = (folder / "config.json").exists()
+    if folder.is_dir() and not is_checkpoint:
+        _refuse_neither(folder)
         facts = adapter_facts(folder, model, lora_b_layout)
-    elif model is not None and not folder.exists():
-        raise AdapterError(f"{path}: no such folder")
-    elif model is not None:
+    elif model is None:
+        facts = checkpoint_facts(_known_model(path))
+    elif is_checkpoint or folder.exists():
         raise ConfigError(f"--model is for adapters, and {path} is not one (an adapter has no config.json)")
     else:
-        facts = checkpoint_facts(path)
+        raise AdapterError(f"{path}: no such folder{similar_folder(folder)}")
     facts["loads"] = not facts["refused"]
     click.echo(json.dumps(facts, indent=2) if as_json else "\n".join(_lines(facts)))
     return EXIT_REFUSED if facts["refused"] else EXIT_DONE
+
+
+def _refuse_neither(folder: Path) -> None:
+    """Raises `ConfigError` for a folder without any file that an adapter has."""
+    from moelora.adapters.config import CONFIG_NAME, hint_at_subfolders
+
+    if not any(folder.glob("adapter_*")):
+        raise ConfigError(
+            f"{folder}: holds neither a config.json, as a model, nor an {CONFIG_NAME}, as an adapter"
+            f"{hint_at_subfolders(folder)}"
+        )
+
+
+def _known_model(path: str) -> str:
+    """`path`, where it is a folder or a model in the cache. Raises `ConfigError` for what is not there at all."""
+    from moelora.models.checkpoint import find_model_folder
+
+    folder = Path(path).expanduser()
+    try:
+        find_model_folder(path)
+    except CheckpointError:
+        if folder.exists():
+            raise
+        raise ConfigError(
+            f"{path}: neither the folder of an adapter or a model, nor a model in the Hugging Face cache, where "
+            f"`hf download NAME` puts one{similar_folder(folder)}"
+        ) from None
+    return path
 
 
 def adapter_facts(folder: Path, model: str | None, lora_b_layout: str | None) -> dict[str, Any]:
@@ -68,17 +101,19 @@ def adapter_facts(folder: Path, model: str | None, lora_b_layout: str | None) ->
 
     catalogue, dtype = (None, torch.bfloat16) if model is None else _catalogue(model)
     found = describe(folder, catalogue, dtype=dtype, lora_b_layout=lora_b_layout)
+    # Where the files could not be read, or no target was made out, nothing is known of these; that is not 0.
+    known = bool(found.targets)
     return {
         "adapter": str(folder),
         "model": model,
         "base_model": found.config and found.config.base_model,
         "peft_version": found.config and found.config.peft_version,
-        "layouts": list(found.layouts),
-        "max_rank": found.max_rank,
-        "tensors": found.num_tensors,
-        "file_bytes": found.file_bytes,
-        "file_dtypes": list(found.dtypes),
-        "bytes_per_slot": found.bytes_per_slot,
+        "layouts": list(found.layouts) if known else None,
+        "max_rank": found.max_rank if known else None,
+        "tensors": found.num_tensors or None,
+        "file_bytes": found.file_bytes or None,
+        "file_dtypes": list(found.dtypes) or None,
+        "bytes_per_slot": found.bytes_per_slot if known else None,
         "slot_dtype": str(dtype).removeprefix("torch."),
         "targets": [
             {
@@ -154,12 +189,14 @@ def _catalogue(model: str) -> tuple[Catalogue, Any]:
 
 def _lines(facts: dict[str, Any]) -> list[str]:
     """The facts for people: targets that differ by their layer's number alone share a line, see `_target_lines`."""
-    plain = {key: value for key, value in facts.items() if key not in ("targets", "notes", "refused", "loads")}
+    apart = ("targets", "notes", "refused", "loads")
+    plain = {key: value for key, value in facts.items() if key not in apart and value is not None}
     width = max(map(len, plain))
-    lines = [f"{key:<{width}}  {_shown(key, value)}" for key, value in plain.items() if value is not None]
+    lines = [line for key, value in plain.items() for line in entry(f"{key:<{width}}  ", _shown(key, value))]
     lines += _target_lines(facts.get("targets", []))
-    lines += [f"note: {note}" for note in facts.get("notes", [])]
-    lines += [f"refused: {reason}" for reason in facts["refused"]]
+    lines += [line for note in facts.get("notes", []) for line in entry("note: ", note)]
+    refused = alike_together(alike_together(facts["refused"], _EXPERT), _LAYER)
+    lines += [line for reason in refused for line in entry("refused: ", reason)]
     return [*lines, f"loads: {_verdict(facts)}"]
 
 
@@ -180,31 +217,13 @@ def _target_lines(targets: list[dict[str, Any]]) -> list[str]:
         key = (_LAYER.sub("*", target["target"]), target["layout"], tuple(target["ranks"]), tuple(target["scales"]))
         groups.setdefault(key, []).append((int(number[0]) if number else -1, target["bytes"]))
     alike = Counter(key[0] for key in groups)
-    names = {
-        key: key[0] if alike[key[0]] == 1 else key[0].replace("*", _ranges([layer for layer, _ in found]), 1)
-        for key, found in groups.items()
-    }
-    lines = [f"targets ({len(targets)}):"] if targets else []
-    width = max(map(len, names.values()), default=0)
-    for key, found in groups.items():
-        name, (_, layout, ranks, scales), sizes = names[key], key, [nbytes for _, nbytes in found]
-        parts = [f"layout {layout}"]
-        parts += [f"rank {', '.join(map(str, ranks))}"] if ranks else []
-        parts += [f"scale {', '.join(f'{scale:g}' for scale in scales)}"] if scales else []
-        count = f"{len(sizes)} × " if len(sizes) > 1 else ""
-        lines.append(f"  {name:<{width}}  {'  '.join(parts)}  {count}{size(sum(sizes) // len(sizes))}")
-    return lines
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers in short: 0, 2-4."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    rows = []
+    for (name, layout, ranks, scales), found in groups.items():
+        layers = name if alike[name] == 1 else name.replace("*", ranges([layer for layer, _ in found]), 1)
+        count = f"{len(found)} × " if len(found) > 1 else ""
+        nbytes = count + size(sum(nbytes for _, nbytes in found) // len(found))
+        rows.append((layers, layout, ", ".join(map(str, ranks)), ", ".join(f"{x:g}" for x in scales), nbytes))
+    return table(f"targets ({len(targets)})", ("layout", "rank", "scale", "bytes"), rows)
 
 
 def _shown(key: str, value: Any) -> str:

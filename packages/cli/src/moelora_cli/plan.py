@@ -10,6 +10,7 @@ import click
 from moelora.errors import ConfigError
 from moelora.wording import counted, repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, MoeloraCommand, size
+from moelora_cli.layout import entry
 from moelora_cli.options import (
     engine_options,
     engine_options_of,
@@ -174,7 +175,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     lines += [("row error", error) for error in facts["first_errors"]]
     width = max(len(label) for label, _ in lines)
     labels = ["" if i and lines[i - 1][0] == label else label for i, (label, _) in enumerate(lines)]
-    return [f"{label:<{width}}  {text}" for label, (_, text) in zip(labels, lines, strict=True)]
+    return [line for label, (_, text) in zip(labels, lines, strict=True) for line in entry(f"{label:<{width}}  ", text)]
 
 
 def _graph_lines(engine: dict[str, Any]) -> list[str]:

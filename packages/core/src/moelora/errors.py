@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class MoeloraError(ValueError):
@@ -35,6 +36,16 @@ def choose_from(what: str, given: str, valid: Iterable[str]) -> str:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     shown = ", ".join(names[:20]) + (f", … ({len(names)} in all)" if len(names) > 20 else "")
     return f"unknown {what} {given!r}.{hint} Valid: {shown or '(none)'}"
+
+
+def similar_folder(path: Path) -> str:
+    """Returns "; did you mean 'FOLDER'?" for a path that is not there, where a folder beside it has a name like its."""
+    try:
+        beside = [child.name for child in path.parent.iterdir() if child.is_dir()]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {str(path.with_name(close[0]))!r}?" if close else ""
 
 
 def named(error: OSError, name: object) -> OSError:

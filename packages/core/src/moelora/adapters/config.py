@@ -115,7 +115,7 @@ def read_config(folder: Path) -> AdapterConfig:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise AdapterError(f"{folder}: {CONFIG_NAME} not found{_hint_at_subfolders(folder)}") from None
+        raise AdapterError(f"{folder}: {CONFIG_NAME} not found{hint_at_subfolders(folder)}") from None
     except UnicodeDecodeError as error:
         raise AdapterError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     except OSError as error:
@@ -339,7 +339,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _hint_at_subfolders(folder: Path) -> str:
+def hint_at_subfolders(folder: Path) -> str:
+    """Returns "; subfolders that have one: …" where folders in `folder` are adapters, else nothing."""
     found = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     return f"; subfolders that have one: {', '.join(found[:5])}{more}" if found else ""

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from moelora.errors import AdapterError
+from moelora.errors import AdapterError, similar_folder
 from moelora.safetensors_file import (
     FileProblem,
     MappedFile,
@@ -43,7 +43,7 @@ def check_folder(path: Path) -> None:
         return
     if path.exists():
         raise AdapterError(f"{path}: is a file; give the adapter's folder, {path.parent}")
-    raise AdapterError(f"{path}: no such folder")
+    raise AdapterError(f"{path}: no such folder{similar_folder(path)}")
 
 
 def adapter_files(folder: Path) -> list[Path]:

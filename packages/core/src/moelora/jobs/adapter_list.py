@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moelora.errors import ConfigError, InputError, RequestError
+from moelora.errors import ConfigError, InputError, RequestError, similar_folder
 from moelora.jobs.reader import LineReader
 from moelora.jobs.rows import load_object
 from moelora.types import BASE_ADAPTER
@@ -38,7 +38,10 @@ def resolve_adapters(values: Iterable[str]) -> dict[str, Path]:
             origin[name] = value
     for name, path in adapters.items():
         if not path.exists():
-            raise ConfigError(f"--adapters {origin[name]}: the folder of adapter {name!r}, {path}, does not exist")
+            hint = similar_folder(path)
+            raise ConfigError(
+                f"--adapters {origin[name]}: the folder of adapter {name!r}, {path}, does not exist{hint}"
+            )
         if not path.is_dir():
             raise ConfigError(f"--adapters {origin[name]}: adapter {name!r} must be a folder, and {path} is a file")
     return adapters
@@ -64,7 +67,10 @@ def _resolve(value: str) -> Iterator[tuple[str, Path]]:
     if not exists:
         name, equals, rest = value.partition("=")
         if not equals:
-            raise ConfigError(f"--adapters {value}: no such file or folder; give NAME=PATH, a folder or a .jsonl file")
+            hint = similar_folder(path)
+            raise ConfigError(
+                f"--adapters {value}: no such file or folder; give NAME=PATH, a folder or a .jsonl file{hint}"
+            )
         if not rest:
             raise ConfigError(f"--adapters {value}: the path after = is empty")
         yield name, Path(rest)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moelora.errors import CheckpointError
+from moelora.errors import CheckpointError, similar_folder
 from moelora.safetensors_file import FileProblem, MappedFile, Stamp, TensorInfo, parse_header
 from moelora.safetensors_file import read_header as read_raw_header
 
@@ -63,11 +63,12 @@ def find_model_folder(model: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(model), local_files_only=True))
     except HFValidationError:
-        raise CheckpointError(f"model folder {str(model)!r} does not exist") from None
+        raise CheckpointError(f"model folder {str(model)!r} does not exist{similar_folder(folder)}") from None
     except (LocalEntryNotFoundError, OSError):
         raise CheckpointError(
             f"model {str(model)!r} is neither a folder nor a repository in the Hugging Face cache at "
             f"{constants.HF_HUB_CACHE}; check the path, or download the model first (`hf download {model}`)"
+            f"{similar_folder(folder)}"
         ) from None
 
 
