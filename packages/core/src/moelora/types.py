@@ -24,11 +24,11 @@ BASE_SLOT = -1
 
 
 class Phase(StrEnum):
-    """Prefill scores whole prompts; decode extends them. Each owns its static buffers.
+    """What a forward does. Each phase owns its static buffers.
 
     Attributes:
-        PREFILL: Whole prompts, several in one forward.
-        DECODE: One token per sequence.
+        PREFILL: Scores whole prompts, several in one forward: all that moelora runs.
+        DECODE: Extends each sequence by a token. Reserved for backends that decode; nothing here does.
     """
 
     PREFILL = "prefill"
