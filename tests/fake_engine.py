@@ -77,7 +77,7 @@ class FakeEngine:
     ) -> None:
         for name, path in (adapters or {}).items():
             if "broken" in str(path):
-                raise AdapterError(f"adapter {name!r} in {path} is broken")
+                raise AdapterError(f"adapter {name!r} in {path} is broken\n  - in every way")
         self.vocab_size = VOCAB_SIZE
         self.max_positions: int | None = MAX_POSITIONS
         self.adapter_names = list(adapters or {})

@@ -177,7 +177,7 @@ def test_the_plan_of_workers(capfd: pytest.CaptureFixture[str], rows: Path):
     [
         (["--shard", "3/3"], "is not I/N"),
         (["--devices", "cpu:2"], "cannot be combined"),
-        (["--device", "auto", "--devices", "0,99"], "CUDA devices"),
+        (["--device", "auto", "--devices", "0,99"], "CUDA device"),
         (["--device", "auto", "--devices", "x"], "valid are all, GPU numbers like 0,1, or cpu:N"),
     ],
 )

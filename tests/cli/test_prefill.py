@@ -137,6 +137,16 @@ def test_a_run_without_a_good_row_leaves_no_parts_of_another(command: Command):
     assert command.files() == {"in.jsonl", "out.jsonl"}
 
 
+def test_a_folder_that_is_made_is_named(command: Command):
+    said = "making the folder {}, which --output names and which is not there\n"
+    done = command(output="new/deep/out.jsonl")
+    assert (done.code, said.format("new/deep") in done.stderr) == (0, True)
+    assert "making the folder" not in command(output="new/deep/again.jsonl").stderr
+    assert "making the folder" not in command(output="out.jsonl").stderr
+    assert "making the folder" not in command("--dry-run", output="other/out.jsonl").stderr
+    assert not (command.folder / "other").exists()
+
+
 def test_report_and_metrics(command: Command):
     done = command(
         "--report", "new/report.json", "--metrics-file", "m.prom", "--top-k", 2, "--adapters", "A=../adapter"

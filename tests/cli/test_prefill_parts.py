@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from cli.prefill_command import ENVIRONMENT, SCRIPT, Command, Outcome, run
+from moelora.errors import ConfigError
 from moelora.jobs.parts import RUN_LOCK, hold_folder
 from moelora_cli import progress, workers
 from moelora_cli.main import main
@@ -350,8 +351,24 @@ def test_workers_that_are_refused_say_why(command: Command):
     done = run("prefill", command.model, "--input", command.input, "--output", "two.jsonl", "--devices", "cpu:2",
                "--adapters", "A=../broken", cwd=command.folder, env=ENVIRONMENT)  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == f"error: adapter 'A' in {command.folder}/../broken is broken"
+    said = f"error: adapter 'A' in {command.folder}/../broken is broken\n  - in every way\n"
+    assert done.stderr.endswith(f"\n{said}")
     assert command.files() == {"in.jsonl"}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_devices_that_are_not_there_are_refused_with_the_valid_ones(count: int, monkeypatch: pytest.MonkeyPatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    said = {
+        0: "this machine has no usable CUDA device; valid: cpu:N",
+        2: "this machine has 2 CUDA devices; valid: all, numbers from 0 to 1, or cpu:N",
+    }[count]
+    for devices in ("0,2", *(["all"] if count == 0 else [])):
+        with pytest.raises(ConfigError, match=f"^--devices {devices}: {said}$"):
+            workers.device_names(devices)
 
 
 def test_workers_start_this_program_as_a_module_if_it_runs_as_one(monkeypatch: pytest.MonkeyPatch):

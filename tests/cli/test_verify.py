@@ -68,6 +68,14 @@ def test_json_and_a_tolerance_that_nothing_meets(capfd: pytest.CaptureFixture[st
     }
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_too_far_apart_is_named(capfd: pytest.CaptureFixture[str], rows: Path):
+    code, stdout, _ = verify(capfd, rows, "--tolerance", "0", "--sample", "1")
+    assert code == 1
+    said = "too far apart: __base__, python, old (float32 on cpu, largest difference up to 0 nats allowed)"
+    assert stdout.splitlines()[-1] == said
+
+
 def test_an_input_without_a_good_row_is_refused(capfd: pytest.CaptureFixture[str], rows: Path):
     rows.write_text('{"prompt": 3}\n')
     code, stdout, stderr = verify(capfd, rows)

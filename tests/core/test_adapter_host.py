@@ -1,5 +1,6 @@
 """Adapters in host memory: what is kept, what is read again and when, and the page-locked memory it comes to."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from moelora.batching.slots import look_ahead
 from small_bank import CATALOGUE, make_adapter
 
 CPU = torch.device("cpu")
+NAMES = [f"a{i}" for i in range(40)]
 
 
 class Disk:
@@ -84,17 +86,20 @@ def test_the_first_are_read_and_the_others_checked_and_each_is_read_once_in_its_
     assert not host._coming
 
 
-@pytest.mark.parametrize("bad", [("a1", "a3"), ("a2", "a9"), ("a9", "a10")])
-def test_a_bad_adapter_is_refused_by_the_first_in_order(tmp_path, bad):
-    disk = Disk(tmp_path, 12)
+@pytest.mark.parametrize("bad", [("a1",), ("a10",), ("a1", "a3"), ("a2", "a9"), ("a9", "a10", "a35"), tuple(NAMES)])
+def test_all_bad_adapters_are_refused_at_once_in_their_order(tmp_path, bad):
+    disk = Disk(tmp_path, len(NAMES))
 
     def load(name, path, allocate):
         if name in bad:
             time.sleep(0.05 if name == bad[0] else 0)
-            raise AdapterError(f"{name} is bad")
+            raise AdapterError(f"{name} is bad\n  - twice")
         return disk.check(name, path)
 
-    with pytest.raises(AdapterError, match=f"{bad[0]} is bad"):
+    told = "".join(f"\n  - {name} is bad\n    - twice" for name in bad[:8])
+    said = f"{len(bad)} of {len(NAMES)} adapters are refused{told}" if len(bad) > 1 else f"{bad[0]} is bad\n  - twice"
+    said += f"\n  - … and {len(bad) - 8} more" if len(bad) > 8 else ""
+    with pytest.raises(AdapterError, match=f"^{re.escape(said)}$"):
         HostAdapters(disk.paths, load, lambda name, path: load(name, path, ordinary))
 
 

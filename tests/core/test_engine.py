@@ -301,6 +301,11 @@ def test_options_that_cannot_be_honoured(world):
         PrefillEngine(world / "model", adapters={BASE_ADAPTER: world / "both"}, options=EngineOptions(device="cpu"))
 
 
+def test_a_dtype_that_is_none_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"unknown dtype 'bf16'\. Did you mean 'bfloat16'\? Valid: auto, bfloat16, "):
+        EngineOptions(dtype="bf16")
+
+
 def test_the_value_of_a_graph_mode_stands_for_it():
     assert EngineOptions(graph="off").graph is GraphMode.OFF
 

@@ -62,6 +62,7 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
     from moelora.jobs.adapter_list import resolve_adapters
     from moelora.jobs.reader import open_rows
     from moelora.jobs.shards import parse_shard
+    from moelora.jobs.writer import missing_folder
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
@@ -88,6 +89,8 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
         )
         if options["dry_run"]:
             return run.print_token_ids()
+        if options["worker"] is None and (missing := missing_folder(options["output"])) is not None:
+            progress.note(f"making the folder {missing}, which --output names and which is not there")
         if not run.has_good_row():
             return run.write_errors()
         if options["devices"] is not None:

@@ -124,8 +124,10 @@ def _table(verdict: Verdict) -> str:
         pairs = f"{counted(verdict.stats.error_rows, 'pair')} of row and adapter"
         lines.append(f"note: left out because of errors: {pairs}")
     lines += [f"note: {error}" for error in verdict.stats.first_errors]
-    allowed = verdict.tolerance
-    word = f"too far apart: {', '.join(verdict.failed)}" if verdict.failed else "all agree"
-    bound = f"{allowed.on} difference up to {allowed.nats:g} nats allowed"
-    lines.append(f"{word} ({verdict.dtype} on {verdict.device}, {bound})")
-    return "\n".join(lines)
+    return "\n".join([*lines, _conclusion(verdict)])
+
+
+def _conclusion(verdict: Verdict) -> str:
+    allowed, where = verdict.tolerance, f"{verdict.dtype} on {verdict.device}"
+    bound = f"{where}, {allowed.on} difference up to {allowed.nats:g} nats allowed"
+    return f"too far apart: {', '.join(verdict.failed)} ({bound})" if verdict.failed else f"all agree ({bound})"

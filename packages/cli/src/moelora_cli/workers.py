@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moelora.errors import ConfigError
-from moelora.wording import repeated
+from moelora.wording import counted, repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts
 from moelora_cli.options import is_stream
@@ -61,7 +61,12 @@ def device_names(devices: str) -> list[str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     wanted = list(range(count)) if devices == "all" else [int(n) for n in devices.split(",")]
     if not wanted or max(wanted) >= count:
-        raise ConfigError(f"--devices {devices}: this machine has {count} CUDA devices")
+        raise ConfigError(
+            f"--devices {devices}: this machine has {counted(count, 'CUDA device')}; valid: all, numbers from 0 to "
+            f"{count - 1}, or cpu:N"
+            if count
+            else f"--devices {devices}: this machine has no usable CUDA device; valid: cpu:N"
+        )
     return [f"cuda:{n}" for n in wanted]
 
 
@@ -229,7 +234,7 @@ def _wait(workers: list[_Worker], progress: Progress, shown: _Shown) -> None:
                     running.remove(worker)
                     said = worker.said()
                     if code == EXIT_REFUSED:
-                        refused.append(said.splitlines()[-1].removeprefix("error: ") if said else worker.name)
+                        refused.append(f"\n{said}".rpartition("\nerror: ")[2].strip() or worker.name)
                     elif code not in _WORKED:
                         dead.add(worker.process.pid)
                     if code not in (*_WORKED, EXIT_REFUSED) and not asked:

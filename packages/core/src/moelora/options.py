@@ -21,6 +21,7 @@ from moelora.types import GraphMode
 WINDOW_REQUESTS = 65_536
 """Requests that are planned together: enough to group adapters, few enough to keep memory flat."""
 
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DEFAULT_TOKENS = {"cuda": 8192, "cpu": 2048}
 _MAX_DEFAULT_SLOTS = 8
 _MOST_TOKENS = 1 << 24
@@ -53,7 +54,8 @@ class EngineOptions:
             again each time they are loaded.
 
     Raises:
-        ConfigError: If a number is no integer or below 1, or `graph` or `load_format` is none of those there are.
+        ConfigError: If a number is no integer or below 1, or `dtype`, `graph` or `load_format` is none of those there
+            are.
     """
 
     backend: str = "auto"
@@ -79,6 +81,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be an integer, got {value!r}")
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.dtype not in _DTYPES:
+            raise ConfigError(choose_from("dtype", str(self.dtype), _DTYPES))
         if self.graph not in set(GraphMode):
             raise ConfigError(choose_from("graph mode", str(self.graph), map(str, GraphMode)))
         object.__setattr__(self, "graph", GraphMode(self.graph))  # "full" is taken, and modes are compared by identity

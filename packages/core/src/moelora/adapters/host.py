@@ -13,6 +13,7 @@ import torch
 from moelora.adapters.arena import Allocate, Arena, ordinary, page_locked
 from moelora.adapters.base import Adapter, Factors
 from moelora.adapters.files import folder_stamp
+from moelora.adapters.loader import refuse_all
 from moelora.errors import AdapterError
 
 _CHECKERS = 8
@@ -36,11 +37,11 @@ class HostAdapters(Mapping[str, Adapter]):
     """Adapters by name, in the order given. As a mapping it gives outlines, whose tensors have shapes and no values.
 
     sources: where each is, or the adapter itself, which then stays where it is. The first are read here by `load`, the
-    others checked by `check`, so that a bad one is refused before any work; to read many would take far longer than to
-    check them, most of it for the memory. Values are read in a thread of their own when `get_ready` names the adapter.
-    As many as fit into `budget` bytes are kept from then on; the others are let go after `take` and read again each
-    time. The same ones are kept throughout: turns are taken in a fixed order, so that whichever one were dropped for
-    another would be the one that is missed next.
+    others checked by `check`, so that bad ones are refused before any work, all at once; to read many would take far
+    longer than to check them, most of it for the memory. Values are read in a thread of their own when `get_ready`
+    names the adapter. As many as fit into `budget` bytes are kept from then on; the others are let go after `take` and
+    read again each time. The same ones are kept throughout: turns are taken in a fixed order, so that whichever one
+    were dropped for another would be the one that is missed next.
 
     After `pin`, `take` gives page-locked memory: what is not kept is read into it, and what is kept is copied into it
     in the same thread and the same way, as many adapters at a time as one batch may need. To lock all of it would take
@@ -94,6 +95,19 @@ class HostAdapters(Mapping[str, Adapter]):
         first = set(on_disk[:READ_AT_START])
         checkers = ThreadPoolExecutor(max_workers=_CHECKERS, thread_name_prefix="moelora-checks")
         pending: deque[tuple[str, Future[Adapter], bool]] = deque()
+        refused: list[AdapterError] = []
+
+        def looked_at(least: int) -> Iterator[tuple[str, Adapter, bool]]:
+            """The good ones of the first, until `least` are left pending."""
+            while len(pending) > least:
+                name, looking, has_values = pending.popleft()
+                try:
+                    adapter = looking.result()
+                except AdapterError as error:  # the others are looked at all the same, and all bad ones told at once
+                    refused.append(error)
+                else:
+                    yield name, adapter, has_values
+
         try:
             for name, source in sources.items():
                 if isinstance(source, Adapter):
@@ -105,11 +119,9 @@ class HostAdapters(Mapping[str, Adapter]):
                     pending.append((name, self._reader.submit(self._read, name, source, ordinary), True))
                 else:
                     pending.append((name, checkers.submit(self._unchanged, name, source, check), False))
-                while len(pending) >= 2 * _CHECKERS:
-                    name, looking, has_values = pending.popleft()
-                    yield name, looking.result(), has_values
-            for name, looking, has_values in pending:
-                yield name, looking.result(), has_values
+                yield from looked_at(2 * _CHECKERS - 1)
+            yield from looked_at(0)
+            refuse_all(refused, len(sources))
         finally:
             checkers.shutdown(cancel_futures=True)
 

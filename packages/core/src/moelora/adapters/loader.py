@@ -157,6 +157,18 @@ def joined_reasons(path: Path, reasons: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def refuse_all(errors: Sequence[AdapterError], looked_at: int) -> None:
+    """Raises the error, or of several adapters one that lists them; nothing without any. looked_at: adapters in all."""
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise errors[0]
+    told = "".join("\n  - " + str(error).replace("\n", "\n  ") for error in errors[:_SHOWN_PROBLEMS])
+    if len(errors) > _SHOWN_PROBLEMS:
+        told += f"\n  - … and {len(errors) - _SHOWN_PROBLEMS} more"
+    raise AdapterError(f"{len(errors)} of {looked_at} adapters are refused{told}")
+
+
 def _load_wholes(
     planned: Planned, loading: Loading, base_weight: BaseWeight | None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from moelora.bench.ceilings import Ceilings
@@ -67,8 +68,8 @@ class Measurement:
 
     @property
     def median_s(self) -> float:
-        """The middle repeat, the lower one of two."""
-        return sorted(self.seconds)[(len(self.seconds) - 1) // 2]
+        """The middle repeat, or the mean of the two in the middle."""
+        return median(self.seconds)
 
     @property
     def tokens_per_second(self) -> float:

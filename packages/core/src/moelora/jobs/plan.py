@@ -9,7 +9,7 @@ from typing import Any
 
 from moelora.adapters.bank import BankLayout
 from moelora.adapters.base import Adapter
-from moelora.adapters.loader import AdapterLoader
+from moelora.adapters.loader import AdapterLoader, refuse_all
 from moelora.batching.planner import PlannedBatch, plan
 from moelora.batching.sequences import expand
 from moelora.batching.slots import SlotSchedule
@@ -17,6 +17,7 @@ from moelora.capacity import Admission, EagerReason, admit
 from moelora.checks import check_request, count_tokens, vocab_size_of
 from moelora.counts import Counts
 from moelora.environment import resolve_device
+from moelora.errors import AdapterError
 from moelora.graphs.select import first_mode
 from moelora.memory import MemoryPlan, Sizing, choose_capacity, plan_memory
 from moelora.models.base_model import open_base, resolve_dtype
@@ -62,9 +63,14 @@ class PlanningEngine:
             lora_b_layout=options.lora_b_layout,
         )
         self._adapters: dict[str, Adapter] = {}
+        refused: list[AdapterError] = []
         for name, path in adapters.items():
             on_event(f"checking adapter {name} in {path}")
-            self._adapters[name] = loader.outline(path, name=name)
+            try:
+                self._adapters[name] = loader.outline(path, name=name)
+            except AdapterError as error:
+                refused.append(error)
+        refuse_all(refused, len(adapters))
         self._layout = BankLayout.of(self._adapters.values())
         self._sizing = Sizing(
             skeleton=skeleton,

@@ -145,6 +145,12 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "--output") -
         _check_writable(folder, f"{what} {path}")
 
 
+def missing_folder(path: str | Path) -> Path | None:
+    """The folder of an output where it is not there and will be made; None where it is. "-" has none."""
+    folder = Path(path).parent
+    return None if str(path) == "-" or folder.exists() else folder
+
+
 def check_folder(path: str | Path) -> None:
     """Raises `ConfigError` if no folder can be made or written at `path`, the `--output` of a shard."""
     target = Path(os.path.realpath(path))
