@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from moelora.errors import MoeloraError
+from moelora_cli.at_once import EXIT_INTERRUPTED
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_ROW_ERRORS = 3
-EXIT_INTERRUPTED = 130
 
 
 class JobFailedError(Exception):

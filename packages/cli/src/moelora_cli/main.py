@@ -15,6 +15,7 @@ from moelora_cli.bench import bench
 from moelora_cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, say_error
 from moelora_cli.env import env
 from moelora_cli.inspect import inspect
+from moelora_cli.interrupts import ctrl_c
 from moelora_cli.merge import merge
 from moelora_cli.plan import plan
 from moelora_cli.prefill import prefill
@@ -54,7 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     with contextlib.suppress(ValueError):  # not in the main thread, as when a test calls this
         signal.signal(signal.SIGTERM, _terminate)
     try:
-        result = cli.main(arguments, prog_name="moelora", standalone_mode=False)
+        with ctrl_c():
+            result = cli.main(arguments, prog_name="moelora", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         told = code == EXIT_FAILED
         if sys.stdout is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moelora_cli.command import EXIT_DONE, EXIT_ROW_ERRORS, JobFailedError
-from moelora_cli.interrupts import end_with, interrupts
+from moelora_cli.interrupts import end_with, interrupts, unwinding
 from moelora_cli.options import engine_options_of, is_stream
 from moelora_cli.parts import (
     RunParts,
@@ -90,13 +90,15 @@ class Run:
         from moelora.jobs.timeline import TimedScorer, Timeline
 
         start = time.monotonic()
+        from moelora.engine import PrefillEngine  # before parts are held, for Ctrl-C: see `unwinding`
+
         worker = worker_facts(self.options)
         if worker is not None:
             end_with(worker["parent"], Path(self.options["worker"]).parent)
         with ExitStack() as held:
             parts = self._open_parts(held)
             with telling_what_is_kept(self.options, parts.store, self.progress) if parts is not None else nullcontext():
-                engine = self._load_engine()
+                engine = self._load_engine(PrefillEngine)
             timeline = Timeline()
             job = self._job(TimedScorer(engine, timeline))
             if parts is not None:
@@ -159,6 +161,7 @@ class Run:
             return None
         if self.options["shard"] is None and os.path.exists(output) and not os.path.isfile(output):
             return None
+        held.enter_context(unwinding())
         parts = open_parts(self.options, self.adapters)
         held.enter_context(parts.store)
         return parts
@@ -181,8 +184,8 @@ class Run:
         with open_rows(self.options["input_"]) as lines:
             yield from read_rows(lines)
 
-    def _load_engine(self) -> Any:
-        from moelora.engine import PrefillEngine
+    def _load_engine(self, make: Any) -> Any:
+        """make: `PrefillEngine`."""
         from moelora.environment import device_of_place, free_host_memory, freeze_objects
         from moelora.jobs.shards import local_place
 
@@ -194,6 +197,6 @@ class Run:
             chosen = replace(chosen, host_bytes=free // (2 * sharing))
         if place is not None and chosen.device == "auto":  # else all shards of a machine would crowd its first GPU
             chosen = replace(chosen, device=device_of_place(place[0]))
-        engine = PrefillEngine(options["model"], adapters=self.adapters, options=chosen, on_event=self.progress.event)
+        engine = make(options["model"], adapters=self.adapters, options=chosen, on_event=self.progress.event)
         freeze_objects()
         return engine

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from moelora.errors import ConfigError
 from moelora.wording import counted, repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
-from moelora_cli.interrupts import STOP_WORKER, interrupts
+from moelora_cli.interrupts import STOP_WORKER, interrupts, unwinding
 from moelora_cli.options import is_stream
 from moelora_cli.parts import going_on, open_parts, parts_folder, telling_what_is_kept, write_output
 from moelora_cli.progress import Progress, read_workers
@@ -82,7 +82,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
     began = time.monotonic()
     parts = open_parts(options, adapters)
     store = parts.store
-    with store, tempfile.TemporaryDirectory(prefix="moelora-") as private:
+    with unwinding(), store, tempfile.TemporaryDirectory(prefix="moelora-") as private:
         facts: dict[str, Any] = {"fingerprint": parts.fingerprint, "stamps": parts.stamps}
         facts |= {"workers": len(names), "parent": os.getpid()}
         (Path(private) / "facts.json").write_text(json.dumps(facts))
