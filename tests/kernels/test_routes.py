@@ -26,7 +26,8 @@ def check(ids_TK, slot_T, E, L, block_m, *, live=None, buffers=None, has_lora=Tr
     T, K = ids_TK.shape
     buffers = buffers or make_buffers(T + 3, K, E, L, block_m)
     before = buffers.sorted_P[T * K :].clone()
-    behind = buffers.tile_pairs[max_tiles(T * K, E, block_m) * block_m :].clone()
+    in_tiles = max_tiles(T * K, E, block_m) * block_m
+    behind = [x[in_tiles:].clone() for x in (buffers.tile_pairs, buffers.tile_row_slots)]
     num_live = None if live is None else torch.tensor([live], dtype=torch.int32, device=DEVICE)
     routes = build_routes(
         ids_TK.to(DEVICE),
@@ -55,10 +56,13 @@ def check(ids_TK, slot_T, E, L, block_m, *, live=None, buffers=None, has_lora=Tr
         if has_lora:
             count = routes.tile_num_slots_M[i].item()
             assert routes.tile_slots_MC[i, :count].cpu().tolist() == slots
+            of_rows = seen[order_P[first : first + rows] // K].tolist()
+            assert routes.tile_row_slots_MB[i].cpu().tolist() == of_rows + [-1] * (block_m - rows)
     assert (routes.tile_expert_M[len(expected) :] == -1).all()
     assert (routes.tile_rows_M[len(expected) :] == 0).all()
     assert (buffers.sorted_P[T * K :] == before).all()
-    assert (buffers.tile_pairs[max_tiles(T * K, E, block_m) * block_m :] == behind).all()
+    assert torch.equal(buffers.tile_pairs[in_tiles:], behind[0])
+    assert torch.equal(buffers.tile_row_slots[in_tiles:], behind[1])
     return buffers
 
 

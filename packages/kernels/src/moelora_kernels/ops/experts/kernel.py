@@ -237,9 +237,9 @@ def grouped_product(
         num_slots = tl.load(p_tile_num_slots + i_tile)
         p_slots = p_tile_slots + i_tile * SLOT_CAP
         if WIDE > 0:
-            b_kb = factor_offsets(p_slots, p_rank, 0, num_slots, s_b_l, OFFSET, RP, SLOT_CAP, BK)
+            b_kb = factor_offsets(p_slots, tl.arange(0, BK), s_b_l, OFFSET, RP, SLOT_CAP)
         if WIDE > 1:
-            b_kb1 = factor_offsets(p_slots, p_rank, BK, num_slots, s_b_l, OFFSET, RP, SLOT_CAP, BK)
+            b_kb1 = factor_offsets(p_slots, BK + tl.arange(0, BK), s_b_l, OFFSET, RP, SLOT_CAP)
     if expert < 0:
         return
     # The last tile of an expert is often small: half the rows cost half the products.

@@ -21,28 +21,27 @@ def tile_rows(first, rows, BM: tl.constexpr):
 
 
 @triton.jit
-def lora_columns(p_tile_slots, p_rank, o_c, num_slots, RP: tl.constexpr, SLOT_CAP: tl.constexpr):
-    """For LoRA columns: their slot (a valid one everywhere), rank index, and whether their 16 are in use."""
-    b_j = o_c // RP
+def column_slots(p_slots, o_c, RP: tl.constexpr, SLOT_CAP: tl.constexpr):
+    """The slots of LoRA columns; a valid one everywhere, as the list is to its end: nobody waits for its length."""
+    return tl.load(p_slots + tl.minimum(o_c // RP, SLOT_CAP - 1))
+
+
+@triton.jit
+def lora_columns(b_slot, p_rank, o_c, num_slots, RP: tl.constexpr):
+    """For LoRA columns of these slots: their rank index, and whether their 16 are in use."""
     b_r = o_c % RP
-    # The list is valid to its end, so that this load need not wait for the number of slots.
-    b_slot = tl.load(p_tile_slots + tl.minimum(b_j, SLOT_CAP - 1))
     # A slot of rank 16 or less is computed whole: its zeros cost less than waiting for its rank.
     b_rank = tl.load(p_rank + b_slot) if RP > 16 else tl.full(o_c.shape, 16, tl.int32)
     # Sixteen columns that start at a multiple of 16 are one slot's: said so (on arithmetic, for the compiler overlooks
     # hints on loads), loads of factors become 16 bytes wide.
-    m_c = tl.max_constancy((b_j < num_slots) & (b_r // 16 * 16 < b_rank), 16)
-    return b_slot, b_r, m_c
+    m_c = tl.max_constancy((o_c // RP < num_slots) & (b_r // 16 * 16 < b_rank), 16)
+    return b_r, m_c
 
 
 @triton.jit
-def factor_offsets(
-    p_slots, p_rank, START: tl.constexpr, num_slots, s_b_l, OFFSET: tl.constexpr, RP: tl.constexpr,
-    SLOT_CAP: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Where the LoRA columns [START, START + BK) of a tile stand in a row of B's bank: `[BK]`."""
-    b_slot, b_r, _ = lora_columns(p_slots, p_rank, START + tl.arange(0, BK), num_slots, RP, SLOT_CAP)  # [BK]
-    return tl.max_constancy(b_slot.to(OFFSET) * s_b_l, 16) + b_r
+def factor_offsets(p_slots, o_c, s_b_l, OFFSET: tl.constexpr, RP: tl.constexpr, SLOT_CAP: tl.constexpr):
+    """Where LoRA columns of a tile stand in a row of B's bank."""
+    return tl.max_constancy(column_slots(p_slots, o_c, RP, SLOT_CAP).to(OFFSET) * s_b_l, 16) + o_c % RP
 
 
 @triton.jit
@@ -69,7 +68,9 @@ def add_lora_columns(
     """
     if RP <= BR:
         for o_c in range(START, num_slots * RP, BR):
-            b_slot, b_r, m_c = lora_columns(p_slots, p_rank, o_c + tl.arange(0, BR), num_slots, RP, SLOT_CAP)  # [BR]
+            o_cc = o_c + tl.arange(0, BR)  # [BR]
+            b_slot = column_slots(p_slots, o_cc, RP, SLOT_CAP)
+            b_r, m_c = lora_columns(b_slot, p_rank, o_cc, num_slots, RP)
             m_y = m_c[None, :] & tl.max_constancy(b_row_slot[:, None] == b_slot[None, :], [1, 16])
             b_y = tl.load(p_yt + b_r[None, :], mask=m_y, other=0.0)  # [BM, BR]
             m_b = m_c if R % 16 == 0 else m_c & (b_r < R)

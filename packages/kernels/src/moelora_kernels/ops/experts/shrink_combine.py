@@ -7,7 +7,7 @@ Legend: T tokens, K experts per token, E experts, R rank (RP: rounded up to 16),
 import triton
 import triton.language as tl
 
-from moelora_kernels.ops.experts.lora import lora_columns, tile_rows
+from moelora_kernels.ops.experts.lora import column_slots, lora_columns, tile_rows
 
 
 @triton.jit
@@ -17,11 +17,11 @@ def shrink(
     p_rank,
     p_y,
     p_wide,
-    p_row_slot,
     p_tile_expert,
     p_tile_first,
     p_tile_rows,
     p_tile_pairs,
+    p_tile_row_slots,
     p_tile_slots,
     p_tile_num_slots,
     K,
@@ -50,26 +50,31 @@ def shrink(
     """
     i_tile = tl.program_id(0) // col_blocks
     i_c = tl.program_id(0) % col_blocks
-    # All loaded before the first of them is looked at: one latency instead of five.
+    p_slots = p_tile_slots + i_tile * SLOT_CAP
+    # All loaded before the first of them is looked at: one latency instead of several.
     expert = tl.load(p_tile_expert + i_tile)
     num_slots = tl.load(p_tile_num_slots + i_tile)
     rows = tl.load(p_tile_rows + i_tile)
     first = tl.load(p_tile_first + i_tile)
     b_pair = tl.load(p_tile_pairs + i_tile * BM + tl.arange(0, BM))  # [BM]
+    b_row_slot = tl.load(p_tile_row_slots + i_tile * BM + tl.arange(0, BM))  # [BM]
+    b_first_slot = column_slots(p_slots, i_c * BC + tl.arange(0, BC), RP, SLOT_CAP)  # [BC]
     if (expert < 0) | (i_c * BC >= num_slots * RP):
         return
     b_row, m_m = tile_rows(first, rows, BM)  # [BM]
     b_token = b_pair // K
-    b_row_slot = tl.load(p_row_slot + b_row)  # [BM]
     o_k = tl.arange(0, BK)
     # Rows of the base and those behind the tile's end are not read: L2, which rows come out of, is what limits this.
-    m_x = m_m & (b_row_slot >= 0)
+    m_x = b_row_slot >= 0
     b_x = b_token if GATHER else b_row
     p_xt = p_x + b_x.to(tl.int64)[:, None] * s_x + o_k[None, :]  # [BM, BK]
     b_y_to = (b_token if Y_BY_TOKEN else b_row).to(tl.int64)[:, None] * RP
     for o_c in range(i_c * BC, num_slots * RP, col_blocks * BC):
         o_cc = o_c + tl.arange(0, BC)  # [BC]
-        b_slot, b_r, m_c = lora_columns(p_tile_slots + i_tile * SLOT_CAP, p_rank, o_cc, num_slots, RP, SLOT_CAP)
+        b_slot = b_first_slot
+        if o_c > i_c * BC:
+            b_slot = column_slots(p_slots, o_cc, RP, SLOT_CAP)
+        b_r, m_c = lora_columns(b_slot, p_rank, o_cc, num_slots, RP)
         m_c = m_c & (o_cc < num_slots * RP)
         used = tl.sum(m_c.to(tl.int32), 0)
         if WIDE > 0:

@@ -37,7 +37,8 @@ class Routes:
     slots. expert_rows `[E+1]`, first_row `[E+1]`: rows of each expert and its first row; the last entry is for pairs
     without one. tile_expert_M: the expert or -1 for an unused tile; tile_first_M, tile_rows_M: its rows. tile_pairs_MB
     `[M, block_m]`: their pairs, the first one's again behind the last; undefined in unused tiles.
-    tile_slots_MC, tile_num_slots_M: adapter slots in the tile, ascending, then zeros; undefined if not `has_lora`.
+    tile_row_slots_MB: their slots, -1 behind the last. tile_slots_MC, tile_num_slots_M: adapter slots in the tile,
+    ascending, then zeros. What names slots is undefined if not `has_lora`.
     `top_k`: K, so that token = pair // K.
     """
 
@@ -49,6 +50,7 @@ class Routes:
     tile_first_M: torch.Tensor
     tile_rows_M: torch.Tensor
     tile_pairs_MB: torch.Tensor
+    tile_row_slots_MB: torch.Tensor
     tile_slots_MC: torch.Tensor
     tile_num_slots_M: torch.Tensor
     num_experts: int
@@ -89,7 +91,8 @@ class RouteBuffers:
         self.counts = ints(bins * max(1, triton.cdiv(max(pairs, max_tokens), _BLOCK)))
         self.totals, self.starts, self.tile_ends = ints(bins), ints(bins), ints(bins)
         self.tile_expert, self.tile_first, self.tile_rows = ints(tiles), ints(tiles), ints(tiles)
-        self.tile_pairs = ints(pairs + min(num_experts, pairs) * MAX_BLOCK_M)
+        rows = pairs + min(num_experts, pairs) * MAX_BLOCK_M
+        self.tile_pairs, self.tile_row_slots = ints(rows), ints(rows)
         self.tile_slots, self.tile_num_slots = ints(tiles * cap), ints(tiles)
         self.zeros_T1 = ints(max_tokens if num_experts == 1 else 0).view(-1, 1)
 
@@ -246,6 +249,7 @@ def _tiles(
         tile_first_M=buffers.tile_first[:tiles],
         tile_rows_M=buffers.tile_rows[:tiles],
         tile_pairs_MB=buffers.tile_pairs[: tiles * block_m].view(tiles, block_m),
+        tile_row_slots_MB=buffers.tile_row_slots[: tiles * block_m].view(tiles, block_m),
         tile_slots_MC=buffers.tile_slots[: tiles * cap].view(tiles, cap),
         tile_num_slots_M=buffers.tile_num_slots[:tiles],
         num_experts=E,
@@ -264,6 +268,7 @@ def _tiles(
             routes.tile_first_M,
             routes.tile_rows_M,
             routes.tile_pairs_MB,
+            routes.tile_row_slots_MB,
             routes.tile_slots_MC,
             routes.tile_num_slots_M,
             E,

@@ -140,6 +140,7 @@ def list_tiles(
     p_first,
     p_rows,
     p_pairs,
+    p_row_slots,
     p_slots,
     p_num_slots,
     last,
@@ -149,9 +150,9 @@ def list_tiles(
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Writes one tile (the program): expert or -1, first row, rows, their pairs, adapter slots present.
+    """Writes one tile (the program): expert or -1, first row, rows, their pairs and slots, adapter slots present.
 
-    Slots ascend, then come zeros. Behind its last row a tile repeats the pair of the first.
+    Slots present ascend, then come zeros. Behind its last row a tile repeats the pair of the first, under slot -1.
     """
     i_tile = tl.program_id(0)
     o_bin = tl.arange(0, BINS)  # [BINS]
@@ -173,6 +174,7 @@ def list_tiles(
     if HAS_SLOT:
         b_slot = tl.load(p_row_slot + first + o_r, mask=o_r < rows, other=-1)
         b_previous = tl.load(p_row_slot + first + o_r - 1, mask=(o_r < rows) & (o_r > 0), other=-1)
+        tl.store(p_row_slots + i_tile * BLOCK_M + o_r, b_slot)
         m_new = (b_slot >= 0) & (b_slot != b_previous)
         b_at = tl.cumsum(m_new.to(tl.int32), 0) - 1
         tl.store(p_slots + i_tile * SLOT_CAP + b_at, b_slot, mask=m_new)
