@@ -135,7 +135,7 @@ for number, (own, label) in enumerate([(True, "build log"), (False, "other texts
     axes.bar(places, [mean(a, own) for a in adapters], 0.38, label=label)
 axes.set_xticks(range(len(adapters)), ["base" if a == "__base__" else a for a in adapters], rotation=20)
 axes.set_ylabel("nats per token")
-axes.legend(frameon=False, loc="lower right")
+figure.legend(frameon=False, loc="outside upper center", ncols=2)
 plt.show()
 
 # %%
