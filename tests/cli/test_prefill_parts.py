@@ -305,7 +305,7 @@ def test_the_progress_of_workers_is_shown_as_one(command: Command, monkeypatch: 
     assert lefts
     assert all(left == pytest.approx(expected, rel=0.1, abs=1) for left, expected in lefts)
     told = json.loads(report.read_text())
-    assert re.fullmatch(r"100 %: 5,000 lines, 15,000 tokens, [\d,]+ tokens/s; finishing", said[2 + len(counts)])
+    assert re.fullmatch(r"100%: 5,000 lines, 15,000 tokens, [\d,]+ tokens/s; finishing", said[2 + len(counts)])
     assert told["seconds"] >= 3.0
     assert told["load_seconds"] > 0.1, "an interpreter starts"
     assert told["seconds"] + told["load_seconds"] <= took

@@ -36,10 +36,10 @@ def on_a_terminal(arguments: list[Any], environment: dict[str, str], *streams: s
 def test_a_terminal_shows_the_share_done_and_the_time_left(command: Command):
     command.input.write_text("".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 620)))
     arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
-    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.005", "TERM": "xterm", "COLUMNS": "120"}
+    slow = {**ENVIRONMENT, "FAKE_ENGINE_SECONDS": "0.02", "TERM": "xterm", "COLUMNS": "120"}
     said = on_a_terminal(arguments, slow, "stderr")
-    frames = re.findall(r"(\d+) %, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said)
-    assert re.search(r"100 %: 600 lines, 600 tokens, \d+ tokens/s; finishing", said)
+    frames = re.findall(r"(\d+)%, about (\d+ s) left: \d+ lines, \d+ tokens, \d+ tokens/s", said)
+    assert re.search(r"100%: 600 lines, 600 tokens, \d+ tokens/s; finishing", said)
     shares = [int(share) for share, _ in frames]
     assert shares == sorted(shares)
     assert len(set(shares)) > 3

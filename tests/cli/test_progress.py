@@ -58,13 +58,13 @@ def test_the_share_done_and_the_time_left_count_what_is_to_be_done(clock: list[f
         progress.counts(JobStats(input_done=600), JobStats(input_done=400))
     shares = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
     assert shares == [
-        "40 %",
-        "50 %",  # the first batch, which takes longer than others
-        "60 %, about 1 min left",
-        "99 %, about 0 s left",
-        "100 %",
-        "100 %",
-        "15 %, about 28 min left",
+        "40%",
+        "50%",  # the first batch, which takes longer than others
+        "60%, about 1 min left",
+        "99%",
+        "100%",
+        "100%",
+        "15%, about 28 min left",
     ]
 
 
@@ -76,11 +76,11 @@ def test_the_time_left_rests_on_a_hundredth_of_the_work(clock: list[float], caps
             clock[0] = 100 + after
             progress.counts(JobStats(input_done=done), JobStats(input_done=400))
     shares = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()]
-    assert shares == ["4 %", "4 %", "4 %, about 50 min left"]
+    assert shares == ["4%", "4%", "4%, about 50 min left"]
 
 
 def test_the_last_counts_are_shown_behind_others(clock: list[float], capsys: pytest.CaptureFixture[str]):
-    for after, shown in ((1, []), (6, ["50 %: 1 line, 5 tokens, 1 tokens/s", "100 %: 2 lines, 9 tokens, 2 tokens/s"])):
+    for after, shown in ((1, []), (6, ["50%: 1 line, 5 tokens, 1 tokens/s", "100%: 2 lines, 9 tokens, 2 tokens/s"])):
         clock[0] = 100
         with Progress(quiet=False) as progress:
             progress.expect(2)

@@ -226,7 +226,16 @@ def test_the_page_stands_alone_and_shows_what_was_counted():
     assert "http" not in text
     assert "<script>alert" not in text
     assert "m<i>" not in text
-    shown = ("full, 512 tokens", ">31<", "waste more than half", "tokens run", ">100<", "10.0%", "a&lt;b&gt;", "base")
+    shown = (
+        "full, 512 tokens",
+        ">31<",
+        "waste more than half",
+        "tokens run",
+        ">100<",
+        "10.0%",
+        "a&lt;b&gt;",
+        "__base__",
+    )
     for said in shown:
         assert said in text, said
     assert seen.tags.count("svg") == 4

@@ -113,14 +113,14 @@ class Progress:
         """How far the input is done, and when it will be if the rest goes as fast as what was not done earlier.
 
         The time left is said from the second batch on, as the first takes longer than others, and once it rests on a
-        hundredth of the work.
+        hundredth of the work; less than half a second is not said.
         """
         if not self._total:
             return ""
-        text = f"{100 * min(done, self._total) // self._total} %"
+        text = f"{100 * min(done, self._total) // self._total}%"
         own, left = done - earlier, self._total - done
-        if own > self._done_at_first and left > 0 and 100 * own >= self._total - earlier:
-            text += f", about {duration(left * seconds / own)} left"
+        if own > self._done_at_first and 100 * own >= self._total - earlier and (still := left * seconds / own) >= 0.5:
+            text += f", about {duration(still)} left"
         return text + ": "
 
     def part_written(self, stats: JobStats, earlier: JobStats) -> None:

@@ -10,7 +10,7 @@ from moelora.capacity import EagerReason
 from moelora.jobs.charts import Bar, area_chart, bar_chart, histogram_rows
 from moelora.jobs.score_tally import BIN_NATS, AdapterScores, ScoreTally
 from moelora.jobs.timeline import rates
-from moelora.types import BASE_ADAPTER, RunMode
+from moelora.types import RunMode
 from moelora.wording import repeated
 
 _STYLE = """
@@ -22,7 +22,8 @@ body { background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, san
   max-width: 62rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 .soft, .soft a { color: var(--soft); } .bad { color: var(--bad); }
-.cards { display: grid; gap: .7rem; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); margin: 1.2rem 0; }
+.cards { display: grid; gap: .7rem; grid-template-columns: repeat(4, 1fr); margin: 1.2rem 0; }
+@media (max-width: 40rem) { .cards { grid-template-columns: repeat(2, 1fr); } }
 .cards div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
 .cards b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; }
@@ -153,20 +154,19 @@ def _padding(engine: Mapping[str, Any]) -> str:
 def _scores(tally: ScoreTally) -> str:
     if not tally.adapters:
         return '<p class="soft">No row was scored.</p>'
-    named = {"base" if name == BASE_ADAPTER else name: scores for name, scores in tally.adapters.items()}
     table = _table(
         ["adapter", "rows", "errors", "mean, nats per token", "median of rows"],
         [
             (name, f"{s.rows:,}", f"{s.errors:,}", _nats(s.mean), _median(s))
-            for name, s in sorted(named.items(), key=lambda item: -(item[1].mean or float("-inf")))
+            for name, s in sorted(tally.adapters.items(), key=lambda item: -(item[1].mean or float("-inf")))
         ],
         numbers=4,
         first_is_text=True,
     )
-    drawn = {name: scores.bins for name, scores in named.items() if scores.bins}
+    drawn = {name: scores.bins for name, scores in tally.adapters.items() if scores.bins}
     if not drawn:
         return table
-    medians = {name: scores.median for name, scores in named.items() if scores.median is not None}
+    medians = {name: scores.median for name, scores in tally.adapters.items() if scores.median is not None}
     chart = histogram_rows(drawn, medians, bin_width=BIN_NATS, x_label="mean log-probability per token of a row (nats)")
     return chart + table
 
