@@ -117,6 +117,14 @@ def test_minus_infinity_and_nan_stay_in_their_rows():
     assert (scores.top_ids[:3, 6:] == -1).all()
     assert scores.target_logprob[3].isnan()
     assert scores.lse[3].isnan()
+    assert scores.argmax_id[3] == 0
+    assert scores.top_ids[3].tolist() == list(range(8))
+
+
+def test_sixteen_bits_with_blocks_of_their_own():
+    x, w, targets, _, _ = make(5, 300, 64, seed=2, dtype=torch.float16)
+    scores = score_rows(x, w, targets, top_k=2)
+    compare(scores, naive_scores(x, w, targets, top_k=2), 2)
 
 
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(monkeypatch):
@@ -171,6 +179,21 @@ def test_an_engine_scores_through_the_fused_head_with_and_without_top_k(tmp_path
         assert got.next_token.token_id == want.next_token.token_id
         assert [t.token_id for t in got.top_logprobs] == [t.token_id for t in want.top_logprobs]
         assert [c.logprob for c in got.choices] == pytest.approx([c.logprob for c in want.choices], abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_of_nan_has_the_first_ids_in_either_head(tmp_path, backend):
+    model = save_model(tmp_path, "qwen3_moe")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    model.save_pretrained(tmp_path)
+    options = EngineOptions(device="cpu", backend=backend, batch_invariant=backend == "triton")
+    engine = PrefillEngine(tmp_path, options=options)
+    poisoned, clean = engine.score([Request(token_ids=[3, 7], top_k=3), Request(token_ids=[3, 5, 2], top_k=3)])
+    assert [one.token_id for one in poisoned.top_logprobs] == [0, 1, 2]
+    assert poisoned.next_token.token_id == 0
+    assert "nan" in poisoned.error
+    assert clean.error is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

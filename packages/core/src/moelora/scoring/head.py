@@ -178,6 +178,10 @@ class ScoringHead:
         logprob_C = (wanted_C - norm_C).masked_fill(no_target, float("nan"))
         greedy_C = (wanted_C == best_C) & ~no_target
         top_MK = top_MK - norm_C[open_M].unsqueeze(1)
+        # NaN compares with nothing: a row that holds one has the first ids, here and in the fused head.
+        best_id_C.masked_fill_(norm_C.isnan(), 0)
+        first_K = torch.arange(top_id_MK.shape[1], device=top_id_MK.device)
+        top_id_MK = torch.where(norm_C[open_M].isnan().unsqueeze(1), first_K, top_id_MK)
         return logprob_C, greedy_C, best_id_C, best_C - norm_C, top_id_MK, top_MK
 
 

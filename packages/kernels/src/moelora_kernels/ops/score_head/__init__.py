@@ -37,7 +37,7 @@ class HeadConfig:
 
 
 _SIXTEEN_BITS = HeadConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, group=8)
-_FLOAT32 = HeadConfig(block_m=32, block_n=64, block_k=32, warps=4, stages=2, group=8)
+_SMALL = HeadConfig(block_m=32, block_n=64, block_k=32, warps=4, stages=2, group=8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +73,17 @@ def score_rows(
     int32, an id outside `[0, V)` means none. row_slot_N: int32 `[N]`, -1 for the base; needed with `slots`, whose
     factors must be finite, in the rows' dtype, or in any of the three under fp32 rows. logit_scale multiplies the
     logits, `softcap` c then turns them into c·tanh(logit / c). top_k is at most 64. Log-probabilities are in nats, all
-    reductions fp32. A row's bits depend on the row alone. Runs outside graphs: it allocates its results and scratch.
+    reductions fp32. A row's bits depend on the row alone. One whose log-sum-exp is NaN has arg-max 0 and top
+    ids 0 … k-1. Runs outside graphs: it allocates its results and scratch.
     Raises `ConfigError` for what it cannot do.
     """
     N = hidden_NH.shape[0]
     V = weight_VH.shape[0]
     _check(hidden_NH, weight_VH, targets_N, slots, row_slot_N, softcap, top_k)
-    cfg = config or (_FLOAT32 if hidden_NH.dtype is torch.float32 else _SIXTEEN_BITS)
     device = hidden_NH.device
+    # Triton's interpreter, on the CPU, spells products out and has no room for the large blocks.
+    large = hidden_NH.dtype is not torch.float32 and device.type != "cpu"
+    cfg = config or (_SIXTEEN_BITS if large else _SMALL)
     tiles_v = triton.cdiv(V, cfg.block_n)
     per_row = tiles_v * (12 + 8 * top_k)
     step = max(cfg.block_m, _SCRATCH_BYTES // per_row // cfg.block_m * cfg.block_m)
@@ -105,6 +108,10 @@ def score_rows(
             ordered = top.view(n, -1).sort(dim=-1, descending=True, stable=True)
             top_NK[part] = ordered.values[:, :top_k]
             top_id_NK[part] = top_id.view(n, -1).gather(1, ordered.indices[:, :top_k])
+    # NaN compares with nothing: a row that holds one has the first ids.
+    no_best_N = lse_N.isnan()
+    best_id_N.masked_fill_(no_best_N, 0)
+    top_id_NK = torch.where(no_best_N[:, None], torch.arange(top_k, device=device), top_id_NK)
     return RowScores(
         target_logprob=logit_N - lse_N,
         argmax_id=best_id_N.long(),
