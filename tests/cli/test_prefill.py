@@ -94,7 +94,7 @@ def test_the_share_done_of_a_file_ascends_to_the_whole(command: Command, monkeyp
     command.input.write_text("{\n" + "".join(f'{{"prompt_token_ids": [{i}]}}\n' for i in range(20, 120)) + "{")
     shard = ["--shard", "0/1"] if output == "shards" else []
     done = command("--adapters", "A=../adapter", "--with-base", *shard, output=output)
-    shares = [int(share) for share in re.findall(r"^(\d+) %", done.stderr, re.M)]
+    shares = [int(share) for share in re.findall(r"^(\d+)%", done.stderr, re.M)]
     assert shares == sorted(shares)
     assert len(set(shares)) > 30
     assert shares[-1] == 100
