@@ -60,7 +60,7 @@ def test_a_report_that_ends_in_html_is_a_page(command: Command, output: str):
     assert done.code == 0
     page = (command.folder / "r.html").read_text()
     assert page.startswith("<!doctype html>")
-    assert len(re.findall(r"<tr><td>(?:base|A)</td><td class=n>2</td><td class=n>0</td>", page)) == 2
+    assert len(re.findall(r"<tr><td>(?:__base__|A)</td><td class=n>2</td><td class=n>0</td>", page)) == 2
 
 
 def test_the_json_report_tells_tokens_by_second(command: Command, monkeypatch: pytest.MonkeyPatch):
