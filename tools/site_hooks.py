@@ -11,21 +11,33 @@ from moelora.jobs.charts import Bar, bar_chart
 from moelora_cli.main import cli
 
 COMMANDS = "<!-- commands -->"
-PLOT = re.compile(r"<!-- plot -->\n(\|.*\n\|[-|: ]+\n(?:\|.*\n)+)")
+PLOT_MARK = "<!-- plot -->"
+PLOT = re.compile(rf"{PLOT_MARK}\n(\|.*\n\|[-|: ]+\n(?:\|.*\n)+)")
 COLOURS = ("--plot-a", "--plot-b", "--plot-c", "--plot-d")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Called for every page: puts in the reference, and bars behind every table that asks for them."""
+    """Called for every page: puts in the reference, and bars behind every table that asks for them.
+
+    Raises `ValueError` for a mark that stands directly before no table: the page would lack the plot and nobody know.
+    """
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, command_reference(cli))
-    return PLOT.sub(lambda found: f"{found.group(1)}\n{plot_of(found.group(1))}\n", markdown)
+    drawn = PLOT.sub(lambda found: f"{found.group(1)}\n{plot_of(found.group(1))}\n", markdown)
+    if PLOT_MARK in drawn:
+        after = drawn.partition(PLOT_MARK)[2].strip().partition("\n")[0]
+        raise ValueError(f"{PLOT_MARK} needs a table on the very next line, not {after[:60]!r}")
+    return drawn
 
 
 def plot_of(table: str) -> str:
-    """Bars of the numbers of a Markdown table: a group per row, a colour per column. Ranges count by their middle."""
-    lines = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in table.strip().splitlines()]
-    heads, rows = lines[0], lines[2:]
+    """Bars of the numbers of a Markdown table: a group per row, a colour per column. Ranges count by their middle.
+
+    Columns called "A / B" are left out: a quotient has not the unit of the others.
+    """
+    lines = [[cell.strip(" `") for cell in line.strip().strip("|").split("|")] for line in table.strip().splitlines()]
+    kept = [i for i, head in enumerate(lines[0]) if " / " not in head]
+    heads, *rows = ([line[i] for i in kept] for line in (lines[0], *lines[2:]))
     bars = [
         Bar(label=f"{row[0]} {heads[0]}: {heads[i]}", value=value, colour=COLOURS[(i - 1) % len(COLOURS)])
         for row in rows

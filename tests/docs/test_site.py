@@ -1,11 +1,16 @@
 """What the site is made with: the command reference, plots of tables, and the check for requests to other hosts."""
 
+import re
+from pathlib import Path
+
 import click
 import pytest
 from check_site import Loads, outside_urls
-from site_hooks import command_reference, number, on_page_markdown, plot_of
+from site_hooks import PLOT_MARK, command_reference, number, on_page_markdown, plot_of
 
 from moelora_cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_reference_has_every_option_with_its_sentence():
@@ -35,11 +40,29 @@ def test_a_table_that_asks_for_it_is_drawn():
     assert on_page_markdown(f"# x\n\n{TABLE}") == f"# x\n\n{TABLE}"
 
 
+@pytest.mark.parametrize("between", ["\n", "A sentence.\n\n", "| no | table |\n\n"])
+def test_a_mark_without_a_table_behind_it_fails_the_build(between):
+    with pytest.raises(ValueError, match="needs a table on the very next line"):
+        on_page_markdown(f"<!-- plot -->\n{TABLE}\n<!-- plot -->\n{between}{TABLE}")
+
+
+def test_every_mark_of_the_pages_draws_a_plot():
+    for page in (ROOT / "docs").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert on_page_markdown(text).count('<div class="plot">') == text.count(PLOT_MARK)
+
+
 def test_bars_are_as_long_as_the_numbers():
     svg = plot_of(TABLE)
     for label in ("128 tokens: full: 5.9", "128 tokens: eager: 37.5", "8,192 tokens: full: 1,009.5"):
         assert label in svg
     assert svg.count("<rect") == 3
+
+
+def test_quotients_are_not_drawn_among_times():
+    svg = plot_of("| tokens | `mm` | LoRA / base | with LoRA |\n|---|---|---|---|\n| 64 | 0.41 | 1.13 | 0.37 |\n")
+    assert [*re.findall(r">(64 tokens: [^<]+)<", svg)] == ["64 tokens: mm", "64 tokens: with LoRA"]
+    assert "1.13" not in svg
 
 
 @pytest.mark.parametrize(
