@@ -1,6 +1,7 @@
 """Broken base checkpoints are refused by name; whole ones load from folders, indices, symlinks and the cache."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from arch_world import make, runnable
 from moelora.errors import CheckpointError, ConfigError
 from moelora.models.base_model import load_base, open_base
 from moelora.models.checkpoint import INDEX, SINGLE, check_checkpoint, find_model_folder
+from moelora.models.tensor_names import check_numbers
 from tiny_models import reference_logprobs, save_model
 
 CPU = torch.device("cpu")
@@ -117,6 +119,113 @@ def test_a_missing_tensor_is_never_initialised_at_random(folder, missing):
     rewrite(folder / SINGLE, drop)
     with pytest.raises(CheckpointError):
         load(folder)
+
+
+def renamed(tensors, old, new):
+    """Renames every tensor whose name holds `old`, and returns the names that are gone."""
+    gone = [name for name in tensors if old in name]
+    for name in gone:
+        tensors[name.replace(old, new)] = tensors.pop(name)
+    return gone
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lacks"),
+    [
+        ("experts.3.", "experts.6.", "layers.0.mlp.experts.3.down_proj"),  # as many as the config says, in all layers
+        ("layers.1.mlp.experts.3.", "layers.1.mlp.experts.6.", "layers.1.mlp.experts.3.down_proj"),
+        ("layers.1.mlp.experts.3.gate_proj", "layers.1.mlp.experts.6.gate_proj", "layers.1.mlp.experts.3.gate_proj"),
+        ("layers.1.mlp.experts.0.down_proj", "layers.1.mlp.experts.6.down_proj", "layers.1.mlp.experts.0.down_proj"),
+        ("layers.1.mlp.experts.5.up_proj", "layers.1.mlp.experts.05.up_proj", "layers.1.mlp.experts.5.up_proj"),
+        ("layers.1.mlp.experts.2.", "layers.1.moe.experts.2.", "layers.1.mlp.experts.2.down_proj"),
+    ],
+)
+def test_experts_whose_numbers_have_a_gap_are_refused(folder, old, new, lacks):
+    """They would be stacked in the order of their numbers, each behind the gap in another's place."""
+    rewrite(folder / SINGLE, lambda t: renamed(t, old, new))
+    with pytest.raises(
+        CheckpointError, match=rf"lacks tensors? model\.{re.escape(lacks)}\.weight.* from 0 to 5"
+    ) as caught:
+        open_base(folder)  # nothing is read for it
+    held = re.escape(new if new.count(".") > 2 else f"layers.0.mlp.{new}")
+    assert re.search(rf"holds tensors? model\.{held}", str(caught.value)) or "moe" in new
+
+
+def test_a_tensor_of_one_expert_is_missing_or_of_another_shape(folder, original):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    rewrite(folder / SINGLE, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=rf"the checkpoint lacks tensor {re.escape(name)}; .* from 0 to 5"):
+        load(folder)
+    shutil.copy(original[0] / SINGLE, folder / SINGLE)
+    rewrite(folder / SINGLE, lambda t: t.update({name: torch.zeros(23, 32)}))
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} has shape \(23, 32\), .* is \(24, 32\)"):
+        load(folder)
+    shutil.copy(original[0] / SINGLE, folder / SINGLE)
+    rewrite(
+        folder / SINGLE,
+        lambda t: [t.update({k: v[:, 1:].contiguous()}) for k, v in list(t.items()) if "gate_proj" in k],
+    )
+    with pytest.raises(CheckpointError, match=r"shapes of its tensors do not go together"):
+        load(folder)
+
+
+def test_an_expert_that_only_one_projection_has_is_too_many(folder):
+    extra = "model.layers.1.mlp.experts.6.up_proj.weight"
+    rewrite(folder / SINGLE, lambda t: t.update({extra: torch.zeros(24, 32)}))
+    with pytest.raises(CheckpointError, match=rf"the checkpoint holds tensor {re.escape(extra)}; .* from 0 to 5"):
+        load(folder)
+
+
+def test_numbers_are_compared_in_each_layer_alone_and_only_where_experts_are_stacked():
+    def names(layer, numbers):
+        return [f"model.layers.{layer}.mlp.experts.{n}.{p}_proj.weight" for n in numbers for p in ("up", "down")]
+
+    loose = torch.nn.ModuleDict()  # holds each expert under its own number, with a gap
+
+    def stacked():
+        return torch.nn.Module()
+
+    check_numbers(CPU, [*names(0, range(4)), *names(1, range(6)), "model.layers.2.mlp.up_proj.weight"], 3, stacked)
+    beyond = [*names(3, (0, 2)), "mtp.layers.0.mlp.experts.7.up_proj.weight", "vision_tower.experts.1.weight"]
+    check_numbers(CPU, [*names(0, range(4)), *beyond], 3, stacked)
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.experts\.1\.down_proj"):
+        check_numbers(CPU, [*names(0, range(4)), *names(2, (0, 2))], 3, stacked)
+    loose.state_dict = lambda: dict.fromkeys(names(2, (0, 2)))
+    check_numbers(CPU, [*names(0, range(4)), *names(2, (0, 2))], 3, lambda: loose)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_projections_may_differ_in_how_many_experts_they_have_where_the_model_does(tmp_path):
+    model_class, config = runnable("longcat_flash")
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    stored = {name for name in load_file(tmp_path / SINGLE) if ".experts.8." in name}
+    assert any("up_proj" in name for name in stored)
+    assert not any("down_proj" in name for name in stored)
+    load(tmp_path)
+    rewrite(
+        tmp_path / SINGLE, lambda t: renamed(t, "layers.0.mlp.experts.8.up_proj", "layers.0.mlp.experts.12.up_proj")
+    )
+    with pytest.raises(CheckpointError, match=r"lacks tensor .*experts\.8\.up_proj.* and holds tensor .*experts\.12\."):
+        open_base(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [
+        *((name, ".experts.1.") for name in ("deepseek_v4", "ernie4_5_vl_moe", "jamba", "kimi_k25", "lfm2_moe")),
+        *((name, ".experts.1.") for name in ("minimax_m2", "mistral_large4", "mixtral", "nemotron_h", "phimoe")),
+        *(("qwen4_exp", one) for one in (".experts.1.", ".shard_1.")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gaps_are_found_whatever_an_architecture_calls_what_it_stacks(tmp_path, name, one):
+    model_class, config = runnable(name)
+    make(model_class, config, seed=3).save_pretrained(tmp_path)
+    open_base(tmp_path)
+    first = next(n for n in load_file(tmp_path / SINGLE) if one in n)
+    rewrite(tmp_path / SINGLE, lambda t: renamed(t, first, first.replace(one, one.replace("1", "999"))))
+    with pytest.raises(CheckpointError, match=rf"lacks tensor {re.escape(first)} and holds .*999"):
+        open_base(tmp_path)
 
 
 def test_an_unexpected_copy_is_named(sharded):

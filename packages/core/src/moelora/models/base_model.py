@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,18 @@ from moelora.models.quantized import (
     settle_dtype,
     whole_blocks,
 )
+from moelora.models.tensor_names import (
+    check_numbers,
+    extra_predictions,
+    find_odd_shape,
+    is_of_other_modality,
+    layer_of,
+    some,
+)
 from moelora.models.unregistered import adopt_experts
 from moelora.models.verdicts import find_verdict
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-_SHOWN = 5
-# Parts of a multimodal checkpoint that a class for text alone has no place for. Nothing of a decoder is called so.
-_OTHER_MODALITY = re.compile(r"(^|\.|_)(vision|visual|image|audio|video|multi_modal|multimodal|mm)(_|\.)")
-_JOINS = re.compile(r"\.(eh_proj|enorm|hnorm)\.")
 
 _DUMMY_STD = 16.0
 """Of the embeddings of random models: far above what 48 layers of random weights add to a token."""
@@ -133,6 +135,9 @@ def open_base(model: str | Path, *, load_format: str = "auto") -> BaseSource:
     files = None if load_format == "dummy" else check_checkpoint(folder)
     if files is not None and quantisation is not None:
         check_scales(files)
+    if files is not None:
+        layers = config.get_text_config().num_hidden_layers
+        check_numbers(folder, files.tensors, layers, lambda: _skeleton(model_class, config, folder))
     return BaseSource(
         folder=folder,
         config=config,
@@ -293,25 +298,25 @@ def _load_weights(
             )
         except Exception as error:
             _refuse_for_memory(error, source, device, dtype)
-            raise CheckpointError(f"{folder} could not be loaded: {_first_line(error)}") from error
+            raise CheckpointError(f"{folder} could not be loaded: {_why_not(error, config, files)}") from error
     if info["mismatched_keys"]:
         name, given, wanted = sorted(info["mismatched_keys"])[0]
         raise CheckpointError(f"{folder}: tensor {name} has shape {tuple(given)}, config.json asks for {tuple(wanted)}")
     if info["missing_keys"]:
-        raise CheckpointError(f"{folder}: the checkpoint lacks {_some(info['missing_keys'])}")
+        raise CheckpointError(f"{folder}: the checkpoint lacks {some(info['missing_keys'])}")
     layers = config.get_text_config().num_hidden_layers
     announced = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
-    skipped = _extra_predictions(info["unexpected_keys"], layers, announced)
-    skipped |= {name for name in info["unexpected_keys"] if _OTHER_MODALITY.search(name)}
+    skipped = extra_predictions(info["unexpected_keys"], layers, announced)
+    skipped |= {name for name in info["unexpected_keys"] if is_of_other_modality(name)}
     unexpected = set(info["unexpected_keys"]) - skipped
     if unexpected:
-        beyond = {layer for layer in map(_layer_of, unexpected) if layer is not None and layer >= layers}
+        beyond = {layer for layer in map(layer_of, unexpected) if layer is not None and layer >= layers}
         if beyond:
             raise CheckpointError(
                 f"{folder}: config.json says {layers} layers (num_hidden_layers), and the checkpoint holds layers up "
                 f"to number {max(beyond)}, counted from 0; without them the model would be another one"
             )
-        raise CheckpointError(f"{folder}: the checkpoint holds {_some(unexpected)}, which the model has no place for")
+        raise CheckpointError(f"{folder}: the checkpoint holds {some(unexpected)}, which the model has no place for")
     if source.quantisation is not None:
         settle_dtype(causal_lm, dtype)
     return causal_lm, skipped
@@ -350,29 +355,13 @@ def _refuse_for_memory(error: Exception, source: BaseSource, device: torch.devic
         ) from error
 
 
-def _extra_predictions(names: Iterable[str], layers: int, announced: int) -> set[str]:
-    """The tensors of multi-token prediction: `mtp.…`, and the decoder layers past the last one that serve it.
-
-    Such a layer is among the `announced` ones, or has the parts that join a hidden state with the next token's
-    embedding. Any other layer past the last one belongs to a model of more layers than the config says.
-    """
-    names = set(names)
-    serving = set(range(layers, layers + announced))
-    serving |= {layer for name in names if _JOINS.search(name) and (layer := _layer_of(name)) is not None}
-    serving = {layer for layer in serving if layer >= layers}
-    return {name for name in names if re.search(r"(^|\.)mtp\.", name) or _layer_of(name) in serving}
-
-
-def _layer_of(name: str) -> int | None:
-    """The number of the decoder layer that a tensor belongs to."""
-    found = re.search(r"(^|\.)layers\.(\d+)\.", name)
-    return int(found[2]) if found else None
-
-
-def _some(names: Any) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return f"tensor{'s' if len(ordered) > 1 else ''} {', '.join(ordered[:_SHOWN])}{more}"
+def _why_not(error: Exception, config: Any, files: CheckpointFiles) -> str:
+    """What `error`, raised by transformers while it loads `files`, is about."""
+    if "automatic conversion" not in str(error):
+        return _first_line(error)
+    # Its report of tensors that it cannot put together is not shown, and names none of them.
+    odd = find_odd_shape(files.tensors, config.get_text_config().num_hidden_layers)
+    return odd or "the shapes of its tensors do not go together as config.json says"
 
 
 def _first_line(error: Exception) -> str:

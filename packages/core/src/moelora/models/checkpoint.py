@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moelora.errors import CheckpointError, similar_folder
 from moelora.safetensors_file import FileProblem, MappedFile, Stamp, TensorInfo, parse_header
 from moelora.safetensors_file import read_header as read_raw_header
+from moelora.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -113,8 +114,9 @@ def _check_sharded(folder: Path, weight_map: dict[str, str]) -> CheckpointFiles:
     shards = sorted(set(weight_map.values()))
     absent = [s for s in shards if not (folder / s).exists()]
     if absent:
+        more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
         raise CheckpointError(
-            f"{folder / INDEX} names {len(shards)} shards, of which {len(absent)} are missing: {', '.join(absent[:5])}"
+            f"{folder / INDEX} names {counted(len(shards), 'shard')}; missing: {', '.join(absent[:5])}{more}"
         )
     headers = {shard: read_header(folder / shard) for shard in shards}
     held = {shard: tensors for shard, (tensors, _) in headers.items()}
