@@ -139,3 +139,37 @@ def test_a_standard_output_that_takes_nothing_is_told_without_a_traceback(comman
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
     assert "AttributeError" not in done.stderr
+
+
+def in_shell(redirect: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    line = f"{shlex.join([*SCRIPT, *map(str, arguments)])} {redirect}"
+    return subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("redirect", ["2>&-", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_file_is_written_whatever_standard_streams_are_closed(command: Command, redirect: str):
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
+    assert in_shell("", *arguments).returncode == 0
+    whole = command.output.read_bytes()
+    done = in_shell(redirect, *arguments, "--overwrite")
+    assert (done.returncode, "AttributeError" in done.stderr) == (0, False)
+    assert command.output.read_bytes() == whole
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+
+
+def test_merge_needs_standard_output_only_to_write_there(command: Command):
+    shards = command.folder / "shards"
+    arguments = ["prefill", command.model, "--input", command.input, "--output", shards, "--shard", "0/1", "--quiet"]
+    assert in_shell("", *arguments).returncode == 0
+    assert in_shell(">&-", "merge", shards, "--output", command.output).returncode == 0
+    assert in_shell("2>&-", "merge", shards, "--output", command.output, "--overwrite").returncode == 0
+    assert in_shell("", "merge", shards, "--output", "-").stdout == command.output.read_text()
+    refused = in_shell(">&-", "merge", shards, "--output", "-")
+    assert (refused.returncode, refused.stderr) == (2, "error: standard output is closed; give --output FILE\n")
+
+
+def test_no_file_gets_the_number_of_a_stream_that_is_closed(command: Command):
+    """Libraries in C print to these numbers: their warnings would end up in the output."""
+    script = "import moelora_cli.main as m; m._occupy_closed_streams(); raise SystemExit(open('in.jsonl').fileno())"
+    line = f"{shlex.join([SCRIPT[0], '-c', script])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", line], env=ENVIRONMENT, cwd=command.folder, check=False).returncode > 2

@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command and exits with its code. `arguments`: without the program's name; None for `sys.argv`."""
     # Spinning threads of torch's OpenMP starve each other as soon as another process wants a core: 5 to 30 × slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _occupy_closed_streams()
     code, told = EXIT_FAILED, False
     with contextlib.suppress(ValueError):  # not in the main thread, as when a test calls this
         signal.signal(signal.SIGTERM, _terminate)
@@ -79,6 +80,18 @@ def main(arguments: list[str] | None = None) -> None:
         code = EXIT_FAILED
     _abandon_broken_stdout()
     sys.exit(code)
+
+
+def _occupy_closed_streams() -> None:
+    """Gives the numbers of standard streams that are closed to the null device.
+
+    Else the next file that is opened, perhaps the output, would get one, and with it what C libraries print.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
 
 
 def _terminate(number: int, frame: Any) -> None:

@@ -8,6 +8,7 @@ import click
 
 from moelora.wording import counted
 from moelora_cli.command import EXIT_DONE, MoeloraCommand
+from moelora_cli.options import refuse_closed, stdout_for_results
 from moelora_cli.parts import write_output
 
 
@@ -24,8 +25,10 @@ def merge(folder: Path, output: str, overwrite: bool) -> int:
     from moelora.jobs.report import rows_and_lines
     from moelora.jobs.writer import check_output
 
-    check_output(output, overwrite=overwrite)
-    write_output(folder, output)
+    with stdout_for_results() as stdout:
+        refuse_closed(stdout, output)
+        check_output(output, overwrite=overwrite)
+        write_output(folder, output, stdout)
     stats = stats_of(folder)
     said = rows_and_lines(stats.rows, stats.output_rows, stats.error_rows)
     click.echo(f"{counted(shards_of(folder), 'shard')} merged; rows: {said}", err=True)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from moelora.errors import ConfigError
+
 if TYPE_CHECKING:
     from moelora.engine import EngineOptions
     from moelora.jobs.run import JobOptions
@@ -248,6 +250,12 @@ def stdout_for_results() -> Iterator[BinaryIO | None]:
     stdout = None if sys.stdout is None else sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):
         yield stdout
+
+
+def refuse_closed(stdout: BinaryIO | None, output: str | None) -> None:
+    """Raises `ConfigError` if `output` is "-" and standard output was closed by whoever started us."""
+    if stdout is None and output == "-":
+        raise ConfigError("standard output is closed; give --output FILE")
 
 
 def quiet_libraries() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moelora.errors import ConfigError, MoeloraError
 from moelora.wording import counted
@@ -147,15 +146,15 @@ def what_is_kept(store: PartStore, *, overwrite: bool) -> str:
     return f"kept {count} in {store.folder}; the same command{without} goes on from there"
 
 
-def write_output(folder: Path, output: str | Path) -> None:
-    """Puts the parts in `folder` together into `output`; "-" is standard output."""
+def write_output(folder: Path, output: str | Path, stdout: BinaryIO | None = None) -> None:
+    """Puts the parts in `folder` together into `output`; "-" is `stdout`, needed for nothing else."""
     from moelora.jobs.parts import merge_lines
     from moelora.jobs.writer import clear_drafts, open_output
 
     lines = merge_lines(folder)
     if folder == parts_folder(Path(output)):  # held by this run, which no other writes the output of
         clear_drafts(output)
-    with open_output(output, sys.stdout.buffer) as file:
+    with open_output(output, stdout) as file:
         for line in lines:
             file.write(line)
 

@@ -17,6 +17,7 @@ from moelora_cli.options import (
     job_options_of,
     model_options,
     quiet_libraries,
+    refuse_closed,
     row_options,
     score_options,
     share_options,
@@ -66,10 +67,8 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
 
     options["shard"] = parse_shard(options["shard"])
     check_devices(options)
-    if stdout is None:  # closed by whoever started us
-        if options["output"] == "-" or options["dry_run"]:
-            raise ConfigError("standard output is closed; give --output FILE")
-        stdout = BytesIO()
+    refuse_closed(stdout, "-" if options["dry_run"] else options["output"])
+    stdout = BytesIO() if stdout is None else stdout
     _check_files(options)
     adapters = resolve_adapters(options["adapters"])
     job_options = job_options_of(options, list(adapters))

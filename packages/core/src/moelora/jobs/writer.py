@@ -174,9 +174,13 @@ def _check_writable(folder: Path, what: str) -> None:
         raise ConfigError(f"{what}: the folder {folder} is not writable ({error.strerror})") from None
 
 
-def open_output(path: str | Path, stdout: BinaryIO) -> RowSink:
-    """The sink for rows: `stdout` for "-", a stream for a pipe or device, else an atomic file by its ending."""
+def open_output(path: str | Path, stdout: BinaryIO | None) -> RowSink:
+    """The sink for rows: `stdout` for "-", a stream for a pipe or device, else an atomic file by its ending.
+
+    stdout: may be None where `path` is not "-".
+    """
     if str(path) == "-":
+        assert stdout is not None
         return StreamSink(stdout)
     if Path(path).exists() and not Path(path).is_file():
         return StreamSink(Path(path).open("wb"), name=str(path), owned=True)
