@@ -57,6 +57,11 @@ def test_a_report_survives_what_json_cannot_hold():
     assert json.loads(encode_report(report))["engine"]["share"] is None
 
 
+def test_seconds_of_a_short_run_and_its_rate_agree():
+    report = build_report(JobStats(tokens=60), seconds=0.0437, load_seconds=2.34, engine={}, run={})
+    assert dict(summary(report))["time"] == "0.044 s scoring (1,373 tokens/s), 2.3 s loading"
+
+
 @pytest.mark.parametrize(("scored", "said"), [(90, "90 of them (45 tokens/s)"), (200, "2.0 s scoring (100 tokens/s)")])
 def test_the_summary_says_which_tokens_its_rate_counts(scored, said):
     """A run that goes on counts the tokens of earlier ones, and scores the others alone."""

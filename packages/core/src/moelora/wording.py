@@ -17,6 +17,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def measured(seconds: float) -> str:
+    """Seconds with a decimal, of less than one the two figures that a rate over them needs: "12.3 s", "0.044 s"."""
+    if seconds >= 1 or seconds <= 0:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2g} s" if seconds >= 0.001 else "under 0.001 s"
+
+
 def repeated(names: Iterable[str]) -> str:
     """Names in their order, those that come again as a number: "2 × cpu", "cuda:0, cuda:1"."""
     return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in Counter(names).items())

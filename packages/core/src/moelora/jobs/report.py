@@ -11,7 +11,7 @@ from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import finite_row
 from moelora.types import RunMode
 from moelora.versions import versions
-from moelora.wording import counted
+from moelora.wording import counted, measured
 
 MEMORY_PARTS = {
     "base": "base weights",
@@ -83,8 +83,8 @@ def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens", f"{report['tokens']:,} in {counted(report['requests'], 'request')}"),
         (
             "time",
-            f"{report['seconds']:.1f} s scoring {which}({report['tokens_per_second']:,.0f} tokens/s), "
-            f"{report['load_seconds']:.1f} s loading",
+            f"{measured(report['seconds'])} scoring {which}({report['tokens_per_second']:,.0f} tokens/s), "
+            f"{measured(report['load_seconds'])} loading",
         ),
     ]
     if report["truncated_rows"]:

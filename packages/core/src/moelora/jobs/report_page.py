@@ -11,7 +11,7 @@ from moelora.jobs.charts import Bar, area_chart, bar_chart, histogram_rows
 from moelora.jobs.score_tally import BIN_NATS, AdapterScores, ScoreTally
 from moelora.jobs.timeline import rates
 from moelora.types import RunMode
-from moelora.wording import repeated
+from moelora.wording import measured, repeated
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #64717f; --line: #d9dfe5; --card: #f5f7f9; --page: #fff;
@@ -88,8 +88,8 @@ def _cards(report: Mapping[str, Any]) -> str:
         ("output lines", f"{report['output_rows']:,}"),
         ("lines with errors", f"{report['error_rows']:,}"),
         ("tokens", f"{report['tokens']:,}"),
-        ("scoring", f"{report['seconds']:.1f} s"),
-        ("loading", f"{report['load_seconds']:.1f} s"),
+        ("scoring", measured(report["seconds"])),
+        ("loading", measured(report["load_seconds"])),
         ("tokens per second", f"{report['tokens_per_second']:,.0f}"),
     ]
     if report["engine"].get("peak_device_bytes"):
