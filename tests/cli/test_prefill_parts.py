@@ -56,6 +56,70 @@ def test_a_killed_run_goes_on_to_the_same_file(command: Command):
     assert command.files() == {"in.jsonl", "out.jsonl", "whole.jsonl"}
 
 
+KILLED = """
+import os, pathlib, sys
+import fake_engine
+from moelora.jobs.parts import PartStore
+from moelora_cli.main import main
+fake_engine.install()
+real_discard, real_unlink, calls = PartStore.discard, pathlib.Path.unlink, []
+def unlink(path, **options):
+    calls.append(path)
+    if len(calls) > {calls}:
+        os._exit(9)
+    real_unlink(path, **options)
+def discard(store):
+    if "{moment}" == "discard":
+        os._exit(9)
+    pathlib.Path.unlink = unlink
+    real_discard(store)
+PartStore.discard = discard
+main(sys.argv[1:])
+"""
+"""A run that is killed when its output stands there, before it has removed more than so many files of its parts."""
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("moment", "calls"), [("discard", 0), ("unlink", 1), ("unlink", 3)])
+def test_a_run_killed_while_its_parts_go_is_finished_without_the_model(
+    command: Command, monkeypatch: pytest.MonkeyPatch, moment: str, calls: int, ending: str
+):
+    many_rows(command, 10_000)
+    command.input.write_text(command.input.read_text() + '{"prompt_token_ids": [5000]}\n')  # a bad row
+    output, report = command.folder / f"out.{ending}", command.folder / "report.json"
+    script = KILLED.format(moment=moment, calls=calls)
+    arguments = ["prefill", command.model, "--input", command.input, "--output", output, "--report", report]
+    done = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], env=ENVIRONMENT, check=False)
+    assert done.returncode == 9
+    made, left = output.read_bytes(), set((command.folder / f"{output.name}.parts").iterdir())
+    assert left
+    other = command("--top-k", 2, output=output)
+    assert (other.code, "changed since" in other.stderr) == (2, True)
+    monkeypatch.setattr("moelora_cli.run.Run.score", None)
+    done = command("--report", report, output=output)
+    assert done.code == 3, done.stderr
+    assert f"the output was whole already; what its run had left in {output}.parts is removed" in done.stderr
+    assert "rows    10,001 in, 10,001 lines out, 1 of them an error" in done.stderr
+    assert (json.loads(report.read_bytes())["rows"], output.read_bytes()) == (10_001, made)
+    assert command.files() == {"in.jsonl", output.name, "report.json"}
+
+
+def test_an_output_that_is_not_that_of_the_killed_run_is_kept(command: Command):
+    many_rows(command, 5_000)
+    arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]
+    script = KILLED.format(moment="discard", calls=0)
+    subprocess.run([sys.executable, "-c", script, *map(str, arguments)], env=ENVIRONMENT, check=False)
+    made = command.output.read_bytes()
+    command.output.write_bytes(made[:-1] + b" ")  # of the same size
+    done = command()
+    assert (done.code, "exists; give another name, or --overwrite" in done.stderr) == (2, True)
+    assert command.output.read_bytes() == made[:-1] + b" "
+    command.output.unlink()
+    assert command().code == 0  # from its parts
+    assert command.output.read_bytes() == made
+    assert command.files() == {"in.jsonl", "out.jsonl"}
+
+
 @pytest.mark.parametrize("more", [(), ("--devices", "cpu:2")], ids=["alone", "workers"])
 def test_a_run_killed_before_its_first_part_keeps_nothing_from_another(command: Command, more: tuple[str, ...]):
     many_rows(command, 100)

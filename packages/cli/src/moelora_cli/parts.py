@@ -6,17 +6,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from moelora.errors import ConfigError, MoeloraError
 from moelora.wording import counted
+from moelora_cli.options import is_stream
 from moelora_cli.progress import Progress
 
 if TYPE_CHECKING:
     from moelora.jobs.parts import PartStore
     from moelora.jobs.rows import Row
     from moelora.jobs.run import PrefillJob
+    from moelora.jobs.stats import JobStats
 
 # What does not change a line of the output.
 _WITHOUT_EFFECT = frozenset(
@@ -107,13 +110,25 @@ def score_in_parts(
 def finish_parts(options: dict[str, Any], store: PartStore) -> None:
     """Without shards or other workers, writes the output and removes the parts."""
     if not options["shard"] and options["worker"] is None:
-        write_output(store.folder, options["output"])
+        output_of_parts(store, options["output"])
         store.discard()
 
 
 def parts_folder(output: Path) -> Path:
     """Where the parts of a file lie until it is whole."""
     return output.with_name(output.name + ".parts")
+
+
+def stats_of_made_output(options: dict[str, Any]) -> JobStats | None:
+    """What was counted for the output, if a run was killed when it stood there already and its parts did too."""
+    output = options["output"]
+    if output in (None, "-") or is_stream(options["input_"]) or any(map(options.get, ("shard", "worker", "overwrite"))):
+        return None
+    if not parts_folder(Path(output)).is_dir():
+        return None
+    from moelora.jobs.parts import made_before
+
+    return made_before(parts_folder(Path(output)), Path(output))
 
 
 def going_on(store: PartStore) -> str:
@@ -146,15 +161,28 @@ def what_is_kept(store: PartStore, *, overwrite: bool) -> str:
     return f"kept {count} in {store.folder}; the same command{without} goes on from there"
 
 
-def write_output(folder: Path, output: str | Path, stdout: BinaryIO | None = None) -> None:
+def output_of_parts(store: PartStore, output: str | Path) -> None:
+    """Puts all parts of a run together, whose store no other process holds, into the file that they are for."""
+    from moelora.jobs.parts import note_whole
+    from moelora.jobs.writer import clear_drafts
+
+    clear_drafts(output)
+    write_output(store.folder, output, on_whole=partial(note_whole, store.folder))
+
+
+def write_output(
+    folder: Path,
+    output: str | Path,
+    stdout: BinaryIO | None = None,
+    *,
+    on_whole: Callable[[Path], None] | None = None,
+) -> None:
     """Puts the parts in `folder` together into `output`; "-" is `stdout`, needed for nothing else."""
     from moelora.jobs.parts import merge_lines
-    from moelora.jobs.writer import clear_drafts, open_output
+    from moelora.jobs.writer import open_output
 
     lines = merge_lines(folder)
-    if folder == parts_folder(Path(output)):  # held by this run, which no other writes the output of
-        clear_drafts(output)
-    with open_output(output, stdout) as file:
+    with open_output(output, stdout, on_whole=on_whole) as file:
         for line in lines:
             file.write(line)
 

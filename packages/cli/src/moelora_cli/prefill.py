@@ -23,6 +23,7 @@ from moelora_cli.options import (
     share_options,
     stdout_for_results,
 )
+from moelora_cli.parts import stats_of_made_output
 from moelora_cli.progress import Progress, WorkerProgress
 from moelora_cli.run import Run
 from moelora_cli.workers import check_devices, score_with_workers
@@ -90,6 +91,8 @@ def _prefill(options: dict[str, Any], stdout: BinaryIO | None) -> int:
             return run.print_token_ids()
         if options["worker"] is None and (missing := missing_folder(options["output"])) is not None:
             progress.note(f"making the folder {missing}, which --output names and which is not there")
+        if (stats := stats_of_made_output(options)) is not None:
+            return run.remove_parts(stats)
         if not run.has_good_row():
             return run.write_errors()
         if options["devices"] is not None:
@@ -133,4 +136,5 @@ def _check_files(options: dict[str, Any]) -> None:
             # Reports are made anew by each run; only results are kept from being replaced by accident.
             # A worker writes parts alone, and its parent has checked.
             may_exist = options["overwrite"] or option != "output" or options["worker"] is not None
+            may_exist = may_exist or stats_of_made_output(options) is not None
             check_output(path, overwrite=may_exist, what=name)

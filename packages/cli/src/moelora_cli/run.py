@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from moelora.jobs.reader import LineReader
     from moelora.jobs.rows import Row
     from moelora.jobs.run import JobOptions, PrefillJob, Scorer
+    from moelora.jobs.stats import JobStats
     from moelora.jobs.text import TextEncoder
     from moelora.jobs.timeline import Timeline
 
@@ -84,6 +85,24 @@ class Run:
             if parts is not None:
                 parts.store.discard()
         return code
+
+    def remove_parts(self, stats: JobStats) -> int:
+        """For an output that was whole when its run was killed: does what is left to do, and loads nothing for it.
+
+        stats: what was counted for the output.
+        """
+        from moelora.jobs.report import build_report
+
+        with ExitStack() as held:
+            parts = self._open_parts(held)  # those of another run are refused, as ever
+            assert parts is not None
+            run = asked_for(self.options, self.adapters)
+            report = build_report(stats, seconds=0.0, load_seconds=0.0, engine={}, run=run, earlier_tokens=stats.tokens)
+            write_reports(self.options, report)
+            parts.store.discard()
+        self.progress.note(f"the output was whole already; what its run had left in {parts.store.folder} is removed")
+        tell(stats, report, self.progress, quiet=self.options["quiet"])
+        return EXIT_ROW_ERRORS if stats.error_rows else EXIT_DONE
 
     def score(self) -> int:
         """Loads the engine and scores the input, into parts where the run can be resumed."""

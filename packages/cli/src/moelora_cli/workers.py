@@ -23,7 +23,7 @@ from moelora.wording import counted, repeated
 from moelora_cli.command import EXIT_DONE, EXIT_REFUSED, EXIT_ROW_ERRORS, JobFailedError
 from moelora_cli.interrupts import STOP_WORKER, interrupts, unwinding
 from moelora_cli.options import is_stream
-from moelora_cli.parts import going_on, open_parts, parts_folder, telling_what_is_kept, write_output
+from moelora_cli.parts import going_on, open_parts, output_of_parts, parts_folder, telling_what_is_kept
 from moelora_cli.progress import Progress, read_workers
 from moelora_cli.reports import asked_for, tell, write_reports
 
@@ -97,7 +97,7 @@ def score_with_workers(options: dict[str, Any], adapters: dict[str, Path], progr
             _wait(_start(options, adapters, names, Path(private)), progress, shown)
         told = read_workers(Path(private))
         try:
-            write_output(folder, output)
+            output_of_parts(store, output)
         except ConfigError as error:
             reason = f"no worker is left ({error}); the same command goes on from there"
             raise JobFailedError from ConfigError(reason)

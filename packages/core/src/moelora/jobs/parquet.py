@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import pairwise
@@ -136,10 +136,12 @@ class ParquetSink:
     """Output rows as Parquet, beside its final place until its context is left without an error.
 
     Every column is there whatever was asked for, null where it does not apply; `id` is text, `metadata` is JSON text.
+    on_whole: is given the whole file before it is moved to its place.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, on_whole: Callable[[Path], None] | None = None) -> None:
         require_pyarrow(f"output {path}")
+        self._on_whole = on_whole
         self._final = Path(os.path.realpath(path))
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -181,6 +183,8 @@ class ParquetSink:
             if kind is None:
                 with self._temporary.open("rb") as file:
                     os.fsync(file.fileno())
+                if self._on_whole is not None:
+                    self._on_whole(self._temporary)
                 os.replace(self._temporary, self._final)
         except OSError as error:
             raise named(error, self._final) from error

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,11 @@ RUN_LOCK = "lock-run"
 _MANIFEST = "manifest.json"
 _MANIFEST_LOCK = "lock-manifest"
 """Held for a moment by whoever reads or writes the manifest."""
+_WHOLE = "whole.json"
+"""What tells the output that was made of the parts, and what was counted for it; written just before it appears."""
 _PART = re.compile(r"part-(\d{8})\.jsonl")
 _OWN = re.compile(
-    r"\.?(part-\d{8}\.jsonl|manifest\.json|agreed-[a-z-]+\.json|end-\d+-of-\d+\.json)(\.[0-9a-f]{8}\.tmp)?"
+    r"\.?(part-\d{8}\.jsonl|manifest\.json|whole\.json|agreed-[a-z-]+\.json|end-\d+-of-\d+\.json)(\.[0-9a-f]{8}\.tmp)?"
 )
 _LOCKED = re.compile(r"lock-run|lock-manifest|lock-\d+-of-\d+|claim-\d{8}")
 _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
@@ -220,11 +222,14 @@ class PartStore:
         return total
 
     def discard(self) -> None:
-        """Removes the folder, once its lines stand elsewhere."""
-        clear_parts(self.folder)
+        """Removes the folder, once its lines stand elsewhere: what `made_before` needs, last."""
+        last = {self.folder / _MANIFEST, self.folder / _WHOLE}
+        clear_parts(self.folder, keep=last)
         for path in self.folder.iterdir():
             if _LOCKED.fullmatch(path.name):
                 path.unlink(missing_ok=True)
+        for path in last:
+            path.unlink(missing_ok=True)
         self.close()
         with suppress(OSError):  # something of somebody else's is in it
             self.folder.rmdir()
@@ -277,10 +282,10 @@ def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
     return file
 
 
-def clear_parts(folder: Path) -> None:
+def clear_parts(folder: Path, keep: Collection[Path] = ()) -> None:
     """Removes what an earlier run left in `folder`. Files that processes lock stay, and all that is not ours."""
     for path in folder.iterdir():
-        if _OWN.fullmatch(path.name) and path.is_file():
+        if _OWN.fullmatch(path.name) and path.is_file() and path not in keep:
             path.unlink(missing_ok=True)
 
 
@@ -295,6 +300,25 @@ def stats_of(folder: Path) -> JobStats:
     for path in sorted(p for p in folder.iterdir() if _PART.fullmatch(p.name)):
         total.add(_read_stats(path))
     return total
+
+
+def note_whole(folder: Path, output: Path) -> None:
+    """Notes that `output` was made of all parts in `folder`. It may be moved afterwards, but not changed."""
+    _write_json(folder / _WHOLE, {"stamp": _stamp(output), "stats": stats_of(folder).to_json()})
+
+
+def made_before(folder: Path, output: Path) -> JobStats | None:
+    """What was counted for `output`, if it is the one that a run made of the parts in `folder` before it was killed."""
+    noted = _read_json(folder / _WHOLE)
+    if noted is None or not (folder / _MANIFEST).is_file() or not output.is_file():
+        return None
+    return JobStats.from_json(noted["stats"]) if noted["stamp"] == _stamp(output) else None
+
+
+def _stamp(file: Path) -> list[int]:
+    """What tells whether a file is as it was."""
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _read_stats(part: Path) -> JobStats:

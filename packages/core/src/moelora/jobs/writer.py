@@ -7,7 +7,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,12 +44,16 @@ class AtomicFile:
 
     Missing folders are made. A symbolic link keeps pointing where it did; the file behind it is replaced.
 
-    lasting: whether it outlives a power cut from then on, for which the disk is waited for.
+    lasting: whether it outlives a power cut from then on, for which the disk is waited for. on_whole: is given the
+    whole file before it is moved.
     """
 
-    def __init__(self, path: str | Path, *, lasting: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, lasting: bool = True, on_whole: Callable[[Path], None] | None = None
+    ) -> None:
         self._final = Path(os.path.realpath(path))
         self._lasting = lasting
+        self._on_whole = on_whole
 
     def __enter__(self) -> AtomicFile:
         self._final.parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +80,8 @@ class AtomicFile:
                     if self._lasting:
                         os.fsync(self._file.fileno())
                     self._file.close()
+                if self._on_whole is not None:
+                    self._on_whole(self._temporary)
                 os.replace(self._temporary, self._final)
                 if self._lasting:
                     _sync_folder(self._final.parent)
@@ -174,17 +180,21 @@ def _check_writable(folder: Path, what: str) -> None:
         raise ConfigError(f"{what}: the folder {folder} is not writable ({error.strerror})") from None
 
 
-def open_output(path: str | Path, stdout: BinaryIO | None) -> RowSink:
+def open_output(
+    path: str | Path, stdout: BinaryIO | None, *, on_whole: Callable[[Path], None] | None = None
+) -> RowSink:
     """The sink for rows: `stdout` for "-", a stream for a pipe or device, else an atomic file by its ending.
 
-    stdout: may be None where `path` is not "-".
+    stdout: may be None where `path` is not "-". on_whole: as of `AtomicFile`, for what is a file.
     """
     if str(path) == "-":
         assert stdout is not None
         return StreamSink(stdout)
     if Path(path).exists() and not Path(path).is_file():
         return StreamSink(Path(path).open("wb"), name=str(path), owned=True)
-    return ParquetSink(path) if str(path).lower().endswith(ENDING) else AtomicFile(path)
+    if str(path).lower().endswith(ENDING):
+        return ParquetSink(path, on_whole=on_whole)
+    return AtomicFile(path, on_whole=on_whole)
 
 
 def clear_drafts(path: str | Path) -> None:
