@@ -104,6 +104,20 @@ def test_a_run_killed_while_its_parts_go_is_finished_without_the_model(
     assert command.files() == {"in.jsonl", output.name, "report.json"}
 
 
+def test_an_output_may_be_a_link_into_a_folder_that_is_not_there(command: Command):
+    there = command.folder / "there"
+    command.output.symlink_to(there / "real.jsonl")
+    done = command()
+    assert done.code == 0
+    assert f"making the folder {there}, which --output names" in done.stderr
+    assert (there / "real.jsonl").read_bytes() == command.output.read_bytes()
+    assert command.files() == {"in.jsonl", "out.jsonl", "there"}
+    shards = command.folder / "shards"
+    shards.symlink_to(command.folder / "elsewhere")
+    assert command("--shard", "0/1", output=shards).code == 0
+    assert command("--quiet", output="x" * 300).code == 2
+
+
 def test_an_output_that_is_not_that_of_the_killed_run_is_kept(command: Command):
     many_rows(command, 5_000)
     arguments = ["prefill", command.model, "--input", command.input, "--output", command.output]

@@ -124,8 +124,10 @@ BAD_BYTES = [
     (b'{"prompt": "x", "id": "\\ud800"}', "id holds half a surrogate pair"),
     (b'{"prompt": "x", "adapter": "\\ud800"}', "adapter holds half a surrogate pair"),
     (b'{"prompt": "x", "\\ud800": 1}', "unknown key"),
-    (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "not readable"),
+    (b'{"prompt_token_ids": [' + b"9" * 5000 + b"]}", "not readable: an integer has more than 4,300 digits"),
     (b'{"metadata": ' + b"[" * 200 + b"]" * 200 + b', "prompt": "x"}', "nested more than 100 levels"),
+    (b'{"metadata": ' + b"[" * 101 + b"]" * 101 + b', "prompt": "x"}', "nested more than 100 levels"),
+    (b'{"metadata": ' + b'{"a":' * 101 + b"1" + b"}" * 101 + b', "prompt": "x"}', "nested more than 100 levels"),
     (b"[" * 200_000, "not "),
     (b'{"prompt": "a\tb"}', "not valid JSON: Invalid control character"),
 ]
@@ -139,6 +141,12 @@ def test_lines_that_python_would_take_or_choke_on_are_row_errors(data: bytes, me
     assert message in row.error
     row.error.encode()  # an error can be written whatever it quotes
     assert json.dumps(row.metadata, allow_nan=False)
+
+
+def test_a_hundred_levels_are_not_too_many():
+    for deep in (b"[" * 100 + b"]" * 100, b'{"a":' * 100 + b"1" + b"}" * 100):
+        row = parse_row(3, b'{"metadata": ' + deep + b', "prompt": "x"}')
+        assert (row.error, row.metadata) == (None, json.loads(deep))
 
 
 def test_a_whole_surrogate_pair_is_one_character():

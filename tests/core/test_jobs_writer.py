@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelora.errors import ConfigError
-from moelora.jobs.writer import check_output, clear_drafts, encode_row, finite_row, open_output, write_whole
+from moelora.jobs.writer import (
+    check_output,
+    clear_drafts,
+    encode_row,
+    finite_row,
+    missing_folder,
+    open_output,
+    write_whole,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -110,6 +118,17 @@ def test_a_symbolic_link_stays_one(tmp_path: Path):
     assert (tmp_path / "real").read_bytes() == b"new"
 
 
+def test_a_symbolic_link_may_lead_into_a_folder_that_is_not_there(tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "deep" / "real")
+    check_output(tmp_path / "link", overwrite=False)
+    assert missing_folder(tmp_path / "link") == tmp_path / "new" / "deep"
+    clear_drafts(tmp_path / "link")
+    write_whole(tmp_path / "link", b"x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "new" / "deep" / "real").read_bytes() == b"x"
+    assert missing_folder(tmp_path / "link") is None
+
+
 def test_devices_and_standard_output_are_streams(tmp_path: Path):
     write_whole("/dev/null", b"x")
     assert not Path("/dev/null").is_file()
@@ -129,6 +148,8 @@ def test_outputs_that_cannot_be_are_refused_without_a_trace(tmp_path: Path):
         (tmp_path / "out.jsonl" / "x.jsonl", "is not a directory"),
         (tmp_path / "x.arrow", "JSON Lines"),
         (tmp_path / "x.jsonl.gz", "JSON Lines"),
+        (tmp_path / ("ü" * 120 + ".jsonl"), r"'üü[^']*…' has 246 bytes; it can have 241 there"),
+        (tmp_path / "new" / ("x" * 300) / "x.jsonl", r"'xx[^']*…' has 300 bytes; it can have 255 there"),
     ]:
         with pytest.raises(ConfigError, match=message):
             check_output(path, overwrite=False)
@@ -137,6 +158,16 @@ def test_outputs_that_cannot_be_are_refused_without_a_trace(tmp_path: Path):
     check_output("-", overwrite=False)
     check_output("/dev/null", overwrite=False)
     assert names(tmp_path) == ["out.jsonl"]
+
+
+def test_the_longest_name_that_is_not_refused_can_be_written(tmp_path: Path):
+    path = tmp_path / ("x" * 235 + ".jsonl")
+    check_output(path, overwrite=False)
+    write_whole(path, b"x")
+    with pytest.raises(ConfigError, match="has 242 bytes; it can have 241"):
+        check_output(tmp_path / f"x{path.name}", overwrite=False)
+    with pytest.raises(OSError, match="File name too long"):
+        write_whole(tmp_path / f"x{path.name}", b"x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def stats_of_made_output(options: dict[str, Any]) -> JobStats | None:
     output = options["output"]
     if output in (None, "-") or is_stream(options["input_"]) or any(map(options.get, ("shard", "worker", "overwrite"))):
         return None
-    if not parts_folder(Path(output)).is_dir():
+    if not os.path.isdir(parts_folder(Path(output))):
         return None
     from moelora.jobs.parts import made_before
 

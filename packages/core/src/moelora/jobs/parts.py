@@ -72,7 +72,7 @@ class PartStore:
         self._run = ""
         self._has_begun = False
         self._locks: list[BinaryIO] = []
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         if not worker:  # whoever started the workers holds the folder
             self._locks.append(hold_folder(folder, RUN_LOCK if shards == 1 else f"lock-{shard}-of-{shards}"))
 
@@ -269,7 +269,7 @@ def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
 
     Raises `ConfigError` if another process holds it, unless `wait`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     file = (folder / name).open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -280,6 +280,11 @@ def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
         file.close()
         raise ConfigError(f"{folder}: this file system cannot lock files ({error.strerror}); use another") from None
     return file
+
+
+def _make(folder: Path) -> None:
+    """Makes a folder where there is none, also behind a symbolic link."""
+    Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)
 
 
 def clear_parts(folder: Path, keep: Collection[Path] = ()) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -142,8 +143,9 @@ def load_object(data: bytes) -> dict[str, Any]:
         raise RequestError(f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise RequestError("not readable: the JSON is nested too deeply") from None
-    except ValueError as error:  # an integer beyond the interpreter's limit of digits
-        raise RequestError(f"not readable: {error}") from None
+    except ValueError:  # the only one that is left
+        most = sys.get_int_max_str_digits()
+        raise RequestError(f"not readable: an integer has more than {most:,} digits") from None
     if not isinstance(record, dict):
         raise RequestError(f"a row must be a JSON object, got {describe(record)}")
     return record
@@ -302,8 +304,11 @@ def _adapters(value: Any) -> tuple[str, ...]:
 
 
 def _refuse_surrogates(value: Any, where: str, depth: int = 0) -> None:
-    """Half of a surrogate pair has no UTF-8 form: no tokenizer takes it and strict JSON readers refuse it."""
-    if depth > MAX_DEPTH:
+    """Half of a surrogate pair has no UTF-8 form: no tokenizer takes it and strict JSON readers refuse it.
+
+    depth: of the lists and objects around the value.
+    """
+    if depth == MAX_DEPTH and isinstance(value, list | dict):
         raise RequestError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, str):
         try:

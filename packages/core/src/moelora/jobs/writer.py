@@ -57,7 +57,7 @@ class AtomicFile:
 
     def __enter__(self) -> AtomicFile:
         self._final.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = self._final.with_name(f".{self._final.name}.{secrets.token_hex(4)}.tmp")
+        self._temporary = self._final.with_name(_draft_name(self._final.name, secrets.token_hex(4)))
         try:
             self._file = self._temporary.open("xb")
         except BaseException:  # Ctrl-C may come when the file is there and this context not yet entered
@@ -132,6 +132,7 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "--output") -
     if str(path) == "-":
         return
     target = Path(os.path.realpath(path))
+    _check_names(target, f"{what} {path}")
     if target.suffix.lower() in _REFUSED_ENDINGS:
         raise ConfigError(
             f"{what} {path}: JSON Lines (.jsonl) and Parquet (.parquet) can be written, or - for standard output"
@@ -153,19 +154,43 @@ def check_output(path: str | Path, *, overwrite: bool, what: str = "--output") -
 
 def missing_folder(path: str | Path) -> Path | None:
     """The folder of an output where it is not there and will be made; None where it is. "-" has none."""
-    folder = Path(path).parent
-    return None if str(path) == "-" or folder.exists() else folder
+    if str(path) == "-":
+        return None
+    folders = Path(path).parent, Path(os.path.realpath(path)).parent
+    return next((folder for folder in folders if not folder.exists()), None)
 
 
 def check_folder(path: str | Path) -> None:
     """Raises `ConfigError` if no folder can be made or written at `path`, the `--output` of a shard."""
     target = Path(os.path.realpath(path))
+    _check_names(target, f"--output {path}")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"--output {path} is a file; the shards of a run need a folder")
     folder = target if target.exists() else next(parent for parent in target.parents if parent.exists())
     if not folder.is_dir():
         raise ConfigError(f"--output {path}: {folder} is not a directory")
     _check_writable(folder, f"--output {path}")
+
+
+def _check_names(target: Path, what: str) -> None:
+    """Raises `ConfigError` if a name in `target` is longer than the file system takes.
+
+    The name of its draft is the longest that is made for a file.
+    """
+    there = next((parent for parent in target.parents if os.path.exists(parent)), target)
+    names = [*target.relative_to(there).parts]
+    if not names:
+        return
+    most = os.pathconf(there, "PC_NAME_MAX")
+    for name, added in zip(names, [0] * (len(names) - 1) + [len(_draft_name("", "0" * 8))], strict=True):
+        length = len(os.fsencode(name))
+        if 0 < most < length + added:
+            shown = name if len(name) <= 60 else name[:59] + "…"
+            raise ConfigError(f"{what}: the name {shown!r} has {length} bytes; it can have {most - added} there")
+
+
+def _draft_name(name: str, key: str) -> str:
+    return f".{name}.{key}.tmp"
 
 
 def _check_writable(folder: Path, what: str) -> None:
@@ -201,6 +226,8 @@ def clear_drafts(path: str | Path) -> None:
     """Removes what killed processes left of `path` before it was whole; for one that alone writes it."""
     final = Path(os.path.realpath(path))
     draft = re.compile(rf"\.{re.escape(final.name)}\.[0-9a-f]{{8}}\.tmp")
+    if not final.parent.is_dir():  # behind a link, and made when the file is
+        return
     for other in final.parent.iterdir():
         if draft.fullmatch(other.name):
             other.unlink(missing_ok=True)
