@@ -1,6 +1,7 @@
 """What `moelora prefill` refuses before any work: bad options, files, models."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_bad_models_are_refused(command: Command):
     done = command(model="none/such")
     assert done.code == 2
     assert "'none/such' is neither a folder nor" in done.stderr
+
+
+def test_names_that_are_too_long_are_refused(command: Command):
+    name = "x" * 300
+    for given in ({"model": name}, {"input_": name}, {"output": name}):
+        outcome = command(**given)
+        assert outcome.code == 2, given
+        assert re.search(r"File name too long|has 300 bytes|does not exist|neither", outcome.stderr)
+    assert command("--adapters", f"a={name}").code == 2
+    assert command("--report", name).code == 2
+    assert command.files() == {"in.jsonl"}
 
 
 def test_an_existing_output_needs_overwrite(command: Command):

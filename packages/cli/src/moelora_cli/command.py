@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from typing import Any
@@ -54,12 +55,11 @@ class MoeloraCommand(click.Command):
         except MoeloraError as error:
             say_error(str(error), ctx)
             code = EXIT_REFUSED
-        except PermissionError as error:
-            say_error(explain(error), ctx)  # a run that had begun wraps its own
-            code = EXIT_REFUSED
         except Exception as error:
             say_error(explain(error), ctx)
-            code = EXIT_FAILED
+            # A path that was given cannot be used; a run that had begun wraps its errors.
+            too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+            code = EXIT_REFUSED if too_long or isinstance(error, PermissionError) else EXIT_FAILED
         ctx.exit(code or EXIT_DONE)
 
 
