@@ -11,8 +11,7 @@ import json
 import os
 import re
 import secrets
-import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 
 from moelora.errors import ConfigError
 from moelora.jobs.fingerprint import changed
+from moelora.jobs.part_file import DamagedPartError, part_lines, part_name, read_stats, run_name, write_part
 from moelora.jobs.stats import JobStats
 from moelora.jobs.writer import AtomicFile
 from moelora.wording import counted
@@ -38,10 +38,6 @@ _OWN = re.compile(
 )
 _LOCKED = re.compile(r"lock-run|lock-manifest|lock-\d+-of-\d+|claim-\d{8}")
 _END = re.compile(r"end-(\d+)-of-(\d+)\.json")
-
-
-class DamagedPartError(ConfigError):
-    """A part that is not as it was written: cut off, or changed."""
 
 
 class PartStore:
@@ -98,7 +94,7 @@ class PartStore:
         run are at work.
         """
         known = {"fingerprint": dict(fingerprint), "shards": self._shards}
-        self._run = _run_name(known)
+        self._run = run_name(known)
         with hold_folder(self.folder, _MANIFEST_LOCK, wait=True):
             before = _read_json(self.folder / _MANIFEST)
             if before is not None and not self._overwrite:
@@ -182,8 +178,8 @@ class PartStore:
         if window in self._sound:
             return True
         try:
-            run = self._run or _run_name(_read_json(self.folder / _MANIFEST) or {})
-            for _ in _part_lines(path, run):
+            run = self._run or run_name(_read_json(self.folder / _MANIFEST) or {})
+            for _ in part_lines(path, run):
                 pass
         except FileNotFoundError:
             return False
@@ -194,17 +190,12 @@ class PartStore:
         return True
 
     def write_part(self, window: int, stats: JobStats, lines: Sequence[bytes]) -> None:
-        """Writes the part of `window`: a line with what was counted and what the rest must be, then the lines."""
-        header = {"window": window, "run": self._run, "stats": stats.to_json(), **_body_facts(lines)}
-        # The disk is not waited for: what a power cut leaves of a part is seen by its header, and scored again.
-        with AtomicFile(self._path(window), lasting=False) as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            for line in lines:
-                file.write(line)
+        """Writes the part of `window`: what was counted for it, and its output lines."""
+        write_part(self._path(window), window, self._run, stats, lines)
 
     def stats(self, window: int) -> JobStats:
         """What was counted for a finished part."""
-        return _read_stats(self._path(window))
+        return read_stats(self._path(window))
 
     def end(self, windows: int) -> None:
         """Notes that the input has `windows` windows and that this shard has finished its own."""
@@ -261,7 +252,7 @@ class PartStore:
         return sorted(filter(self.mine, found))
 
     def _path(self, window: int) -> Path:
-        return self.folder / _part_name(window)
+        return self.folder / part_name(window)
 
 
 def hold_folder(folder: Path, name: str, *, wait: bool = False) -> BinaryIO:
@@ -303,7 +294,7 @@ def stats_of(folder: Path) -> JobStats:
     """What was counted for all finished parts together."""
     total = JobStats()
     for path in sorted(p for p in folder.iterdir() if _PART.fullmatch(p.name)):
-        total.add(_read_stats(path))
+        total.add(read_stats(path))
     return total
 
 
@@ -324,50 +315,6 @@ def _stamp(file: Path) -> list[int]:
     """What tells whether a file is as it was."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ino]
-
-
-def _read_stats(part: Path) -> JobStats:
-    with part.open("rb") as file:
-        return JobStats.from_json(json.loads(file.readline())["stats"])
-
-
-def _body_facts(lines: Iterable[bytes]) -> dict[str, int]:
-    """What tells whether lines are all there as they were written."""
-    size = check = 0
-    for line in lines:
-        size += len(line)
-        check = zlib.crc32(line, check)
-    return {"bytes": size, "crc32": check}
-
-
-def _part_name(window: int) -> str:
-    return f"part-{window:08}.jsonl"
-
-
-def _run_name(manifest: Mapping[str, Any]) -> str:
-    """What parts call their run: a worker whose parent was killed may outlive it, and leave its part to the next."""
-    return f"{zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
-
-
-def _part_lines(path: Path, run: str) -> Iterator[bytes]:
-    """The lines of a part behind its header.
-
-    Raises `DamagedPartError`, at their end, if they are not as written, or not by the run of that name.
-    """
-    size = check = 0
-    with path.open("rb") as file:
-        try:
-            header = json.loads(file.readline())
-            own = (header["run"], path.name) == (run, _part_name(header["window"]))
-            expected = (header["bytes"], header["crc32"]) if own else (-1, -1)
-        except (ValueError, TypeError, KeyError):
-            expected = (-1, -1)
-        for line in file:
-            size += len(line)
-            check = zlib.crc32(line, check)
-            yield line
-    if (size, check) != expected:
-        raise DamagedPartError(f"{path} is damaged; remove it and run its shard again")
 
 
 def shards_of(folder: Path) -> int:
@@ -395,12 +342,12 @@ def merge_lines(folder: Path) -> Iterator[bytes]:
     absent = sorted(set(range(count)) - held)
     if absent:
         raise ConfigError(f"{folder}: part {absent[0]} of {count} is missing")
-    return _all_lines(folder, count, _run_name(manifest))
+    return _all_lines(folder, count, run_name(manifest))
 
 
 def _all_lines(folder: Path, count: int, run: str) -> Iterator[bytes]:
     for window in range(count):
-        yield from _part_lines(folder / _part_name(window), run)
+        yield from part_lines(folder / part_name(window), run)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
