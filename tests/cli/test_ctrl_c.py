@@ -50,6 +50,14 @@ def test_before_the_command_is_there(tmp_path: Path):
     assert program("moelora_cli", "--help", path=tmp_path) == (130, "error: interrupted\n")
 
 
+@pytest.mark.parametrize("redirect", ["2>&-", "2>/dev/full"])
+def test_where_nobody_can_be_told(tmp_path: Path, redirect: str):
+    (tmp_path / "click.py").write_text(INTERRUPT)
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(tmp_path), *SOURCES])}
+    line = f"{sys.executable} -m moelora_cli --help {redirect}"
+    assert subprocess.run(["sh", "-c", line], env=environment, timeout=60, check=False).returncode == 130
+
+
 @pytest.mark.parametrize("made", ["raise ImportError('what an extension makes of it')", "pass", "os.abort()"])
 def test_in_an_import_of_a_command(tmp_path: Path, made: str):
     """Whatever the library would do with an exception."""

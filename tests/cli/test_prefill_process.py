@@ -157,6 +157,20 @@ def test_a_file_is_written_whatever_standard_streams_are_closed(command: Command
     assert command.files() == {"in.jsonl", "out.jsonl"}
 
 
+def test_a_log_that_takes_nothing_changes_no_exit_code(command: Command):
+    assert in_shell("2>/dev/full", "inspect", command.output.with_name("absent")).returncode == 2
+    assert in_shell("2>/dev/full", "prefill", command.model, "--nope").returncode == 2
+
+
+def test_names_of_files_need_not_be_utf_8(command: Command):
+    output = os.fsencode(command.output.with_name("b.jsonl")).replace(b"b.", b"b\xff.")
+    report = command.output.with_name("report.json")
+    arguments = ["prefill", command.model, "--input", command.input, "--output", output, "--report", report]
+    subprocess.run([*SCRIPT, *map(os.fsencode, map(os.fspath, arguments))], env=ENVIRONMENT, check=True)
+    assert os.path.exists(output)
+    assert json.loads(report.read_bytes())["rows"] > 0
+
+
 def test_merge_needs_standard_output_only_to_write_there(command: Command):
     shards = command.folder / "shards"
     arguments = ["prefill", command.model, "--input", command.input, "--output", shards, "--shard", "0/1", "--quiet"]

@@ -1,5 +1,7 @@
 """What a run says on stderr while it works."""
 
+import errno
+import io
 import sys
 from pathlib import Path
 
@@ -199,3 +201,14 @@ def test_a_terminal_gets_one_live_line(monkeypatch: pytest.MonkeyPatch, capsys: 
         progress.counts(JobStats(output_rows=1), JobStats())
         progress.say("done [b]")
     assert "done [b]" in capsys.readouterr().err
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_work(monkeypatch: pytest.MonkeyPatch):
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    with Progress(quiet=False) as progress:
+        progress.event("a model is loaded")
+        progress.note("a graph is captured")

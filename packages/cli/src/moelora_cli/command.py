@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
@@ -75,10 +76,11 @@ def explain(error: BaseException) -> str:
 
 
 def say_error(message: str, ctx: click.Context | None = None) -> None:
-    """Prints `error: …` to stderr, with the traceback before it under `--debug`."""
+    """Prints `error: …` to stderr, with the traceback before it under `--debug`; nothing if stderr takes nothing."""
     if ctx is not None and ctx.meta.get("moelora.debug") and sys.exc_info()[0] is not None:
         traceback.print_exc()
-    click.echo(f"error: {message}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"error: {message}", err=True)
 
 
 def size(count: int) -> str:

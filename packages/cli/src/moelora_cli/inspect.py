@@ -197,7 +197,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     lines += [line for note in facts.get("notes", []) for line in entry("note: ", note)]
     refused = alike_together(alike_together(facts["refused"], _EXPERT), _LAYER)
     lines += [line for reason in refused for line in entry("refused: ", reason)]
-    return [*lines, f"loads: {_verdict(facts)}"]
+    return [*lines, *entry("loads: ", _verdict(facts))]
 
 
 def _verdict(facts: dict[str, Any]) -> str:

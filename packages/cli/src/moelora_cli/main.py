@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Spinning threads of torch's OpenMP starve each other as soon as another process wants a core: 5 to 30 × slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _occupy_closed_streams()
+    with contextlib.suppress(AttributeError):  # a name of a file may hold what the encoding does not
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code, told = EXIT_FAILED, False
     with contextlib.suppress(ValueError):  # not in the main thread, as when a test calls this
         signal.signal(signal.SIGTERM, _terminate)
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not told:  # what is left of the output of a run that failed on a full disk fails once more
             say_error(f"standard output: {error.strerror or error}")
         code = EXIT_FAILED
-    _abandon_broken_stdout()
+    _abandon_broken_streams()
     sys.exit(code)
 
 
@@ -99,10 +101,11 @@ def _terminate(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
 
 
-def _abandon_broken_stdout() -> None:
-    """Points stdout elsewhere if it takes nothing more, or the interpreter complains about it while it shuts down."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        try:
-            sys.stdout.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _abandon_broken_streams() -> None:
+    """Points a stream elsewhere that takes nothing more, or the interpreter ends with a code of its own for it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            try:
+                stream.flush()
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

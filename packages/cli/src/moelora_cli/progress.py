@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -127,8 +128,9 @@ class Progress:
         """What was counted until now will stand, whatever becomes of this process."""
 
     def say(self, text: str) -> None:
-        """One line on stderr, whatever its content."""
-        self.console.print(self._safe(text), markup=False)
+        """One line on stderr, whatever its content. A log on a full disk does not end the work that it tells of."""
+        with suppress(OSError):
+            self.console.print(self._safe(text), markup=False)
 
     def _text(self, text: str) -> Any:
         from rich.text import Text

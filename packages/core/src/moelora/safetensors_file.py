@@ -127,6 +127,8 @@ class MappedFile:
         self._refuse_changed()
         try:
             storage: Any = torch.UntypedStorage.from_file(self._path, shared=False, nbytes=stamp.size)
+        except UnicodeEncodeError:
+            raise FileProblem("cannot be read: its path is no UTF-8, which torch asks for; rename it") from None
         except RuntimeError as error:
             raise FileProblem(f"cannot be read: {error}") from None
         self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage)

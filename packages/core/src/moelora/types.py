@@ -125,7 +125,7 @@ class Result:
         num_tokens: Tokens of the request, without its choices.
         logprob_sum: The sum of the entries of `token_logprobs` that are not None, in nats.
         token_logprobs: Entry i is log p(t_j | t_<j) in nats with j = `score_from` + i; that of position 0 is None.
-        is_greedy: Every scored token was the most likely one at its position, the lowest id of equals.
+        is_greedy: Every scored token was the most likely one at its position, or as likely as that.
         next_token: The most likely token after the last one; None if nothing was scored.
         top_logprobs: The `top_k` most likely tokens there, best first, equals by ascending id.
         choices: One score per choice, in the order of the request.

@@ -71,7 +71,9 @@ def _scored(timeline: Mapping[str, Any] | None, tokens: int) -> int:
 
 def encode_report(report: Mapping[str, Any]) -> bytes:
     """The report as indented JSON. What JSON cannot hold is written as its text."""
-    return (json.dumps(finite_row(dict(report)), indent=2, default=str, ensure_ascii=False) + "\n").encode("utf-8")
+    text = json.dumps(finite_row(dict(report)), indent=2, default=str, ensure_ascii=False) + "\n"
+    # What is no UTF-8 in a file's name is a lone surrogate here, and `\udcff` behind it, as JSON has it.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
