@@ -35,6 +35,7 @@ def own_folder() -> tuple[Path, IO[bytes]]:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # side by side, tests get the width of the terminal that they were started in
 # The models of the tests are so small that a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the processes that tests start
