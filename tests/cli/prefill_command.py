@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -63,3 +64,29 @@ def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*SCRIPT, *map(str, arguments)], capture_output=True, text=True, encoding="utf-8", timeout=60, **options
     )
+
+
+def many_rows(command: Command, count: int) -> None:
+    """Writes an input of `count` rows, long enough to be killed within."""
+    command.input.write_text("".join(f'{{"prompt_token_ids": [{20 + i % 900}, 21, 22]}}\n' for i in range(count)))
+
+
+def interrupted(command: Command, *arguments: Any) -> None:
+    """Leaves one finished part, of 4,096 rows and as many lines, of 5,000: the engine breaks in the second."""
+    many_rows(command, 5_000)
+    engine = sys.modules["moelora.engine"].PrefillEngine
+    score_one, calls = engine.score_one, itertools.count()
+
+    def broken(self: Any, request: Any) -> Any:
+        if next(calls) > 4_500:
+            raise RuntimeError("broken")
+        return score_one(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "score_one", broken)
+        assert "\nkept 1 finished part in" in command(*arguments).stderr
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Ids of the processes that a run has started."""
+    return [int(n) for n in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
